@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from staticllm.core import Clock, Variant
 from staticllm.kvcache.step import StepBuffers
@@ -15,7 +16,6 @@ from staticllm.pipelines.costs.model import CostModel
 from staticllm.system.processor_use import ProcessorUse
 
 logger = logging.getLogger(__name__)
-_measuring = threading.Lock()  # of all engines of this process
 
 FAR_KV_LEN, MANY_ROWS = 1024, 256
 MAX_SECONDS = 0.15
@@ -206,6 +206,13 @@ class Rests:
     pipelines in this one, or of the program itself. Between measurements only other processes can be told from the engine.
     """
 
+    _measuring: ClassVar = threading.Lock()  # of all engines of this process
+
+    @classmethod
+    def forget_others(cls) -> None:
+        """Forget the measurements of other engines, of which a forked child has none."""
+        cls._measuring = threading.Lock()
+
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.use = ProcessorUse()
         self._clock = clock
@@ -227,13 +234,14 @@ class Rests:
         It need not if somebody waits for the costs, whatever else runs. Otherwise nothing runs while another engine measures:
         each would slow the other.
         """
-        if not (is_alone := _measuring.acquire(blocking=False)) and not is_awaited:
+        measuring = self._measuring
+        if not (is_alone := measuring.acquire(blocking=False)) and not is_awaited:
             return True
         try:
             return self._measure(run, is_awaited)
         finally:
             if is_alone:
-                _measuring.release()
+                measuring.release()
 
     def _measure(self, run: Callable[[], None], is_awaited: bool) -> bool:
         is_busy = self.use.share(with_own=self._start is None) > BUSY and not is_awaited
@@ -245,6 +253,10 @@ class Rests:
         if is_busy:
             self._until = end + min(LONGEST_SECONDS, (end - begin) * (1 - SHARE_WHILE_BUSY) / SHARE_WHILE_BUSY)
         return not is_awaited and (is_busy or end - self._start > SERIES_SECONDS)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=Rests.forget_others)
 
 
 def timed_run(program: Measurable) -> float:

@@ -83,6 +83,7 @@ class EngineConnection:
             self._notifier = start_thread(self._send_notices, "staticllm-remote-notices")
             self._thread = start_thread(self._read, "staticllm-remote")
         except BaseException:  # Ctrl-C: they may have begun; the second one ends with the connection
+            self._is_closed = True
             self._notices.put(None)
             raise
 

@@ -84,7 +84,7 @@ class BeamRequest(RequestState):
     def is_waiting(self) -> bool:
         """Whether the prompt, which the first beam runs, has not begun."""
         beams = self._beams
-        return self.sequences[0].started is None and bool(beams) and beams[0].started is None
+        return super().is_waiting and bool(beams) and beams[0].started is None
 
     def set_priority(self, priority: int) -> None:
         """Change the priority of the search and of its beams."""

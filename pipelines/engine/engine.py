@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any, NoReturn, TypeVar
 
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import BusyError, as_ours, pipeline_closed
@@ -36,36 +38,53 @@ from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.system.threads import LazyThread, check_may_wait, check_process, owned_device
 
+logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 
 class Callbacks:
-    """Functions that wait for the engine's thread, and the futures of their results."""
+    """Functions that wait for the engine's thread."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[Callable[[], object]] = deque()
 
     def __bool__(self) -> bool:
         """Whether a function is waiting."""
         return bool(self._waiting)
 
-    def add(self, function: Callable[[], Result]) -> Future[Result]:
-        """Queue ``function``. The future receives its result, or its exception. Any thread may call."""
-        future: Future[Any] = Future()
+    def add(self, function: Callable[[], object]) -> None:
+        """Queue a function, which must not raise. Any thread may call."""
+        self._waiting.append(function)
+
+    def ask(self, function: Callable[[], Result]) -> queue.SimpleQueue[Callable[[], Result]]:
+        """Queue a function. What is returned gets another one, which returns its result or raises its exception.
+
+        No ``Future``: its lock, which the engine's thread needs to set the result, may stay taken after Ctrl-C in the waiter.
+        """
+        answers: queue.SimpleQueue[Callable[[], Result]] = queue.SimpleQueue()
 
         def run() -> None:
             try:
-                future.set_result(function())
-            except BaseException as error:  # raised again in the caller
-                future.set_exception(error)
+                answers.put(partial(_identity, function()))
+            except BaseException as error:
+                answers.put(partial(_raise, error))
 
         self._waiting.append(run)
-        return future
+        return answers
 
     def run(self) -> None:
         """Call the waiting functions. Runs on the engine's thread."""
         while self._waiting:
-            self._waiting.popleft()()
+            with suppress(BaseException):
+                self._waiting.popleft()()
+
+
+def _identity(value: Result) -> Result:
+    return value
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 def new_state(
@@ -119,6 +138,7 @@ class Engine:
         self._thread = LazyThread("staticllm-engine")
         self._is_closing = False
         self._is_draining = False
+        self._has_ended_rest = False
         self._has_news = False  # since the last step began
         self._has_rested = False
         self._rests = Rests()
@@ -267,8 +287,8 @@ class Engine:
         check_may_wait()
         with self._lock:
             self._start()
-            future = self._callbacks.add(function)
-        return future.result()
+            answers = self._callbacks.ask(function)
+        return answers.get()()
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Call ``function``, which must not raise, on the engine's thread between two device calls; do not wait for it.
@@ -356,15 +376,14 @@ class Engine:
             return
         with self._lock:
             self._is_closing = True
-            self._is_draining = drain and self._thread.has_begun
+            self._is_draining = drain
             self._wake.notify_all()
         if self._thread.is_current:
             return  # it ends when everything has ended, and then closes the core
         self._thread.join()
-        if self._thread.has_begun:
-            self._close_parts()
-        else:
+        if not self._thread.has_begun:
             self._end_rest()
+        self._close_parts()
 
     def _close_parts(self) -> None:
         self._device_use.close()
@@ -424,13 +443,17 @@ class Engine:
 
     def _measure_next(self) -> None:
         """Measure one cost, unless others use the device. A rest follows, if one is due and nobody waits for the costs."""
-        self._has_rested = False  # a rest follows an error too
-        with self._guarded(), self._device_use.measure():
-            must_rest = self._rests.measure(
-                lambda: self._core.measure_next(lambda: self._is_needed or self._device_use.is_wanted),
-                is_awaited=self._num_awaiting > 0,
-            )
+        self._has_rested = False
+        try:
+            with self._device_use.measure():
+                must_rest = self._rests.measure(
+                    lambda: self._core.measure_next(lambda: self._is_needed or self._device_use.is_wanted),
+                    is_awaited=self._num_awaiting > 0,
+                )
             self._has_rested = not must_rest
+        except Exception:  # costs are only estimates: the thread must go on
+            logger.warning("costs are no longer measured", exc_info=True)
+            self._core.device.runner.probe.pause()
 
     @contextmanager
     def costs_awaited(self) -> Iterator[None]:
@@ -466,8 +489,6 @@ class Engine:
     def _next_work(self) -> Callable[[], None] | None:
         """Wait until there is something to do, and return it: a step, or after a rest a measurement. None at the end."""
         core = self._core
-        if not self._has_rested and core.has_unknown_costs and not self._is_needed:
-            self._rests.begin()  # without the lock: it asks the system
         with self._lock:
             if self._is_needed or core.is_offloading:
                 if core.wait_until is not None and not (self._has_news or self._is_closing):
@@ -484,6 +505,7 @@ class Engine:
         if not self._core.has_unknown_costs:
             self._wake.wait()
             return False
+        self._rests.begin()
         return not self._wake.wait(self._rests.seconds(self._num_awaiting > 0))
 
     def _end_rest(self) -> None:
@@ -492,6 +514,10 @@ class Engine:
             left = list(self._inbox.values())
             self._next = None
             self._inbox.clear()
+            has_ended = self._has_ended_rest
+            self._has_ended_rest = True
+        if has_ended:
+            return
         for state in left:
             self._core.refuse(state, FinishReason.CANCELLED)
         self._callbacks.run()

@@ -99,7 +99,7 @@ class HostedEngine(Engine):
                 return 0
             self._core.step(meanwhile)
             self._last_end = self._core.clock()
-            with self._wake:
+            with self._lock:
                 self._wake.notify_all()  # ``close`` may wait for the last request
             return sum(rows.count for rows in self._core.rows)
         return 0
@@ -111,7 +111,7 @@ class HostedEngine(Engine):
         """
         if os.getpid() != self._pid:
             return
-        with self._wake:
+        with self._lock:
             self._is_closing = True
             if drain:
                 self._wake.wait_for(lambda: self._has_ended or self.is_idle)
@@ -122,7 +122,7 @@ class HostedEngine(Engine):
         with self.in_use:
             self._has_ended = True
             self._end_rest()
-        with self._wake:
+        with self._lock:
             self._wake.notify_all()
 
     def _start(self) -> None:

@@ -30,6 +30,8 @@ from staticllm.system.threads import POLL_SECONDS, check_may_wait, check_process
 
 MAX_BATCH = 64
 """Outputs that an asynchronous reader takes before other tasks of its event loop run."""
+END_SECONDS = 2.0
+"""How long an error of one prompt waits for the ends of the others of its call."""
 Part = TypeVar("Part")
 
 
@@ -102,7 +104,6 @@ class GenerationHandle:
         self._ends: list[Finished | None] = [None] * len(self._processors)
         self._outputs: dict[int, RequestOutput] = {}  # of the answers that have ended
         self._error: BaseException | None = None
-        self._is_torn = False
         self._role = ReaderRole()
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
@@ -390,9 +391,11 @@ class GenerationHandle:
         ``has_echo``: the prompt comes first if it is part of the answer and was not read yet.
         """
         token = object()
-        if not self._enter(token, until):
-            raise TimeoutError("another thread is reading this handle, and the request has not ended yet; it goes on")
         try:
+            if not self._enter(token, until):
+                raise TimeoutError(
+                    "another thread is reading this handle, and the request has not ended yet; it goes on"
+                )
             if has_echo:
                 if not self.is_done:
                     check_process(self._pid)
@@ -400,7 +403,6 @@ class GenerationHandle:
             while not self.is_done:
                 self._role.move_here(token)
                 check_process(self._pid)
-                self._check_whole()
                 if self._queue.wait(_poll_seconds(until)):
                     if (delta := self._take_next()) is not None:
                         yield delta
@@ -421,25 +423,23 @@ class GenerationHandle:
                 return self.is_done
         return True
 
-    def _check_whole(self) -> None:
-        """Check that no token was lost. Raises ``StaticLLMError`` (Ctrl-C came between the queue and the answer)."""
-        if self._is_torn:
-            self._error = StaticLLMError(
-                "the reader was interrupted while it took a token, which is lost: submit the request again"
-            )
-            self.cancel()
-            raise self._error
-
     def _take_next(self) -> TextDelta | None:
-        """Take and decode the next output. Raises what decoding raises."""
-        self._is_torn = True  # stays true only if an exception such as KeyboardInterrupt comes from outside
+        """Take and decode the next output. If that fails, or Ctrl-C comes meanwhile, every later reader gets an error too."""
         try:
-            delta = self._take(self._queue.take())
-        except Exception:
-            self._is_torn = False
+            return self._take(self._queue.take())
+        except BaseException as error:
+            self._error = error if isinstance(error, StaticLLMError) else _torn(error)
+            self.cancel()
             raise
-        self._is_torn = False
-        return delta
+
+    def _discard(self, seconds: float) -> None:
+        """Take what is left without decoding it, until every answer has ended, for at most ``seconds``."""
+        ended = {index for index, end in enumerate(self._ends) if end is not None}
+        until = time.monotonic() + seconds
+        while len(ended) < len(self._ends) and self._queue.wait(max(0.0, until - time.monotonic())):
+            output = self._queue.take()
+            if isinstance(output, Finished):
+                ended.add(output.index)
 
     def _take(self, output: Output) -> TextDelta | None:
         if self._ends[output.index] is not None:  # computed before the engine saw that the reader had stopped
@@ -457,13 +457,20 @@ class GenerationHandle:
     def _close(self, end: Finished, is_dropped: bool = False) -> TextDelta | None:
         """Record the end of one answer, and return its last increment."""
         ending = self._processors[end.index].finish(end.reason, is_dropped, self._queue.compile_times)
-        self._ends[end.index] = replace(end, reason=ending.output.finish_reason)
         self._outputs[end.index] = ending.output
+        self._ends[end.index] = replace(end, reason=ending.output.finish_reason)
         return ending.delta
 
     def __del__(self) -> None:
         if not all(getattr(self, "_ends", [True])) and hasattr(self, "_client"):
             self._client.cancel(self._prepared.request.id)
+
+
+def _torn(error: BaseException) -> StaticLLMError:
+    what = type(error).__name__
+    return StaticLLMError(
+        f"the reader was interrupted by {what} while it took a token, which may be lost: submit the request again"
+    )
 
 
 def _poll_seconds(until: float | None) -> float:
@@ -480,7 +487,7 @@ def answers_of(begin: Begin, prompts: Sequence[Prompt]) -> list[RequestOutput]:
 
     Raises:
         BusyError: the queue is full of other requests.
-        StaticLLMError: a request failed; all are cancelled then, and have ended.
+        StaticLLMError: a request failed; all are cancelled then, and have ended, if the device does not take longer.
     """
     handles: list[GenerationHandle] = []
     try:
@@ -490,9 +497,10 @@ def answers_of(begin: Begin, prompts: Sequence[Prompt]) -> list[RequestOutput]:
     except BaseException as error:
         for handle in handles:
             handle.cancel()
-        for handle in handles if isinstance(error, StaticLLMError) else ():
-            with contextlib.suppress(StaticLLMError):
-                handle.outputs()
+        if isinstance(error, StaticLLMError):
+            until = time.monotonic() + END_SECONDS
+            for handle in handles:
+                handle._discard(max(0.0, until - time.monotonic()))
         raise
 
 

@@ -49,12 +49,18 @@ class LazyThread:
         self._first: dict[str, threading.Thread | None] = {}  # under one key; None: none may begin any more
 
     def start(self, run: Callable[[], None]) -> None:
-        """Start the thread, unless it was, and wait until it runs. Raises ``StaticLLMError`` (the system has no more threads)."""
-        if not self._is_started:
-            start_thread(partial(self._begin, run), self._name)
-            while not self._first:
-                time.sleep(1e-4)  # no Event: one whose wait is interrupted can stay locked for the thread that sets it
-            self._is_started = True
+        """Start the thread, unless it was, and wait until it runs; after ``join`` none does.
+
+        Raises ``StaticLLMError`` (the system has no more threads, or the thread ended before it began).
+        """
+        if self._is_started:
+            return
+        thread = start_thread(partial(self._begin, run), self._name)
+        while not self._first and thread.is_alive():
+            time.sleep(1e-4)  # no Event: one whose wait is interrupted can stay locked for the thread that sets it
+        if not self._first:
+            raise StaticLLMError(f"the thread {self._name!r} ended before it began: try again")
+        self._is_started = True
 
     def _begin(self, run: Callable[[], None]) -> None:
         own = threading.current_thread()

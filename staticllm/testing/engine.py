@@ -96,7 +96,7 @@ class _EngineWithoutThread(Engine):
         self._thread = _CallersThread("caller")
 
     def close(self, drain: bool = False) -> None:
-        with self._wake:
+        with self._lock:
             self._is_closing = True
             self._is_draining = drain
         self._loop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 import time
@@ -11,7 +12,7 @@ import openvino as ov
 import openvino_genai
 import pytest
 
-from staticllm import BusyError, ConfigError, PromptTooLongError, StaticLLMError, StaticLLMPipeline
+from staticllm import BusyError, ConfigError, ModelError, PromptTooLongError, StaticLLMError, StaticLLMPipeline
 from staticllm.pipelines.costs import probe
 from staticllm.pipelines.engine.request import OutputQueue
 from staticllm.pipelines.launch import engine as launch
@@ -194,10 +195,48 @@ def test_an_answer_of_which_a_token_was_lost_says_so(monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 asked.result()
         for _ in range(2):
-            with pytest.raises(StaticLLMError, match="interrupted while it took a token, which is lost: submit"):
+            with pytest.raises(StaticLLMError, match="interrupted by KeyboardInterrupt while it took a token"):
                 asked.result()
-        assert asked.is_done
+
+        async def read():
+            return await asked
+
+        with pytest.raises(StaticLLMError, match="submit the request again"):
+            asyncio.run(read())
+        asked.stop()
+        assert asked.is_done and asked.finish_reason == "error"
         assert len(pipe.generate("hello", max_new_tokens=12, ignore_eos=True).tokens[0]) == 12
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TimeoutError, ModelError("no text")])
+def test_an_error_at_the_end_of_an_answer_is_that_of_every_reader(error, monkeypatch):
+    """The end was lost: the next reader waited forever."""
+    with fake_pipeline(**SHORT) as pipe:
+        asked = pipe.submit("hello", max_new_tokens=4, ignore_eos=True)
+
+        def fail(*_):
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(output_processor.OutputProcessor, "finish", fail)
+            with pytest.raises(error if isinstance(error, type) else type(error)):
+                asked.result()
+        for _ in range(2):
+            with pytest.raises(StaticLLMError):
+                asked.result(60)
+
+
+def test_an_error_of_one_prompt_does_not_wait_long_for_the_others(monkeypatch):
+    monkeypatch.setattr(handle, "END_SECONDS", 0.2)
+    may_step = threading.Event()
+    with fake_pipeline(**SHORT) as pipe:
+        pipe.engine.call_soon(lambda: may_step.wait(60))
+        begin = time.monotonic()
+        with pytest.raises(PromptTooLongError):
+            pipe.generate(["hello there", "x " * 100])
+        assert time.monotonic() - begin < 20
+        may_step.set()
+        assert len(pipe.generate("hello", max_new_tokens=4, ignore_eos=True).tokens[0]) == 4
 
 
 def test_outputs_are_taken_in_order_with_and_without_waiting():

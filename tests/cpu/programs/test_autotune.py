@@ -234,6 +234,48 @@ def test_single_rows_of_small_models_have_a_third_program_if_it_pays(seconds, la
     assert asked.program_group(Variant(1, 256)) == asked.program_group(Variant(8, 256, 8))
 
 
+def recorded(many, single, packed, prompt=(1.0, 1.0)):
+    """Return ms of probes as ``timed`` has them: of 128 rows, of one, of 8, and of 32 if they were timed."""
+    return {
+        (128, "own"): many[0], (128, LARGE_GROUP): many[1],
+        **{(1, kind): ms for kind, ms in zip((0, LARGE_GROUP, "f32", QUANTIZED), single, strict=True)},
+        (8, LARGE_GROUP): packed[0], (8, QUANTIZED): packed[1],
+        (32, LARGE_GROUP): prompt[0], (32, QUANTIZED): prompt[1],
+    }  # fmt: skip
+
+
+ON_ZEN_4 = [  # probes of seven loads on an AMD EPYC (AVX-512, VNNI and bf16, no AMX) on 2026-11-28, and what whole calls say
+    # Qwen2-0.5B-shaped, 8 bits: steps in a program of their own took 0.95 to 0.98 of those in one program
+    (494, recorded((6.649, 5.135), (0.687, 0.744, 0.679, 0.724), (0.776, 0.692)), 1.145, "few_rows", 1),
+    (494, recorded((6.697, 5.134), (0.659, 0.682, 0.629, 0.675), (0.892, 0.868)), 1.163, "few_rows", 1),
+    (494, recorded((6.882, 5.441), (0.754, 0.780, 0.762, 0.737), (1.059, 0.968)), 1.177, "few_rows", 1),
+    (494, recorded((6.197, 4.760), (0.596, 0.618, 0.593, 0.568), (0.660, 0.595)), 1.120, "few_rows", 1),
+    (494, recorded((6.806, 5.165), (0.697, 0.708, 0.721, 0.704), (0.844, 0.714), (1.753, 1.789)), 1.0, "few_rows", 32),
+    # Llama-1B-shaped, 4 bits
+    (730, recorded((23.312, 17.628), (1.953, 1.335, 1.853, 1.263), (1.664, 1.640)), 1.069, "shared", 1),
+    (730, recorded((23.517, 17.574), (1.880, 1.207, 1.761, 1.098), (1.610, 1.533)), 1.039, "shared", 1),
+]
+
+
+@pytest.mark.parametrize(("megabytes", "times", "layers", "layout", "few_rows"), ON_ZEN_4)
+def test_what_is_chosen_with_times_that_were_measured_without_amx(
+    megabytes, times, layers, layout, few_rows, timed, monkeypatch
+):
+    timed[0].update(times)
+    monkeypatch.setattr(autotune.Probe, "is_f32", False)
+    monkeypatch.setattr(decoder_kind, "layers_speedup", lambda *arguments: layers)
+    monkeypatch.setattr(decoder_kind, "weights_size", lambda *arguments: megabytes << 20)
+    monkeypatch.setattr(autotune, "LEAST_WEIGHTS", 0)
+    monkeypatch.setattr(decoder_kind, "program_layout", lambda *arguments: "few_rows")
+    options = prepare(demo_model_path(), "CPU", StaticLLMConfig()).options
+    assert options.layout == layout
+    assert options.properties["prefill"][GROUP_SIZE] == options.properties["generate"][GROUP_SIZE] == LARGE_GROUP
+    if layout == "few_rows":
+        assert options.few_rows == few_rows
+        own = {GROUP_SIZE: 0} if few_rows == 1 else {GROUP_SIZE: LARGE_GROUP, PRECISION: "f32"}
+        assert own.items() <= options.properties["few_rows"].items()
+
+
 def test_tiny_models_have_no_third_program():
     options = prepare(demo_model_path(), "CPU", StaticLLMConfig()).options
     assert options.layout == "phases"

@@ -261,23 +261,20 @@ def test_no_with_statement_takes_a_condition_and_all_that_wait_are_notified(root
 
     Ctrl-C in ``notify`` leaves a waiter that has been woken in the condition, and the next ``notify`` wakes that one only.
     """
+    trees = {path: list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for path in sources(root)}
+    conditions = {
+        ast.unparse(target)
+        for nodes in trees.values()
+        for node in nodes
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and "Condition(" in ast.unparse(node.value or node)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    }
+    assert "self._wake" in conditions, "the engine's"
     found = []
-    for path in sources(root):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        made = {
-            ast.unparse(node.targets[0])
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Assign) and "Condition(" in ast.unparse(node.value)
-        }
-        taken = [item.context_expr for node in ast.walk(tree) if isinstance(node, ast.With) for item in node.items]
-        found += [
-            f"{path.relative_to(root)}:{each.lineno}"
-            for each in taken
-            if any(ast.unparse(each).startswith(name) for name in made)
-        ]
-        found += [
-            f"{path.relative_to(root)}:{node.lineno}"
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "notify"
-        ]
+    for path, nodes in trees.items():
+        taken = [item.context_expr for node in nodes if isinstance(node, ast.With) for item in node.items]
+        told = [each.func for each in nodes if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute)]
+        names = [ast.unparse(each.value if isinstance(each, ast.Subscript) else each) for each in taken]
+        found += [f"{path}:{each.lineno}" for each, name in zip(taken, names, strict=True) if name in conditions]
+        found += [f"{path}:{each.lineno}" for each in told if each.attr == "notify"]
     assert found == []

@@ -151,9 +151,10 @@ def test_a_token_that_a_listener_failed_at_is_handed_over_once():
     assert_empty(engine)
 
 
-def test_the_reader_of_an_error_can_submit_at_once(monkeypatch):
+@pytest.mark.parametrize("request_of", [lambda: fake_request(range(20), 5), lambda: beam_request(range(60), 5, 4, 1)])
+def test_the_reader_of_an_error_can_submit_at_once(request_of, monkeypatch):
     """Also if the core gives a request up in a state that an exception left."""
-    engine, request = engine_of(1), fake_request(range(20), 5)
+    engine, request = engine_of(1), request_of()
     more = submit_after(engine, request)
     engine.submit_state(request)
     engine._admit()

@@ -1,5 +1,6 @@
 """Costs that are measured while the engine has nothing to do."""
 
+import os
 import queue
 import threading
 import time
@@ -438,7 +439,7 @@ def test_a_long_rest_ends_for_those_who_wait_for_the_costs_and_at_the_end(monkey
     assert time.monotonic() - begin < 10
 
 
-def test_an_error_of_a_measurement_ends_nothing(monkeypatch):
+def test_after_an_error_of_a_measurement_nothing_is_measured_and_nothing_is_lost(monkeypatch, caplog):
     """It ended the engine's thread: later requests waited forever."""
     failed = queue.SimpleQueue()
 
@@ -447,12 +448,15 @@ def test_an_error_of_a_measurement_ends_nothing(monkeypatch):
         raise RuntimeError("a fault of ours")
 
     engine = measuring_engine(monkeypatch, 0.0, fail)
-    for _ in range(2):
-        failed.get(timeout=20)
-    request = fake_request([4, 5, 6], 3)
+    failed.get(timeout=20)
+    with pytest.raises(queue.Empty):
+        failed.get(timeout=0.3)
+    assert "costs are no longer measured" in caplog.text
+    request = fake_request([1, 2, 3, 6], 3)
     engine.submit_state(request)
     engine.close(drain=True)
-    assert request.tokens == fake_answer([4, 5, 6], 3)
+    assert request.tokens == fake_answer([1, 2, 3, 6], 3)
+    assert request.num_cached == 3, "the prefix cache is kept"
 
 
 def test_two_engines_of_a_process_do_not_measure_at_once():
@@ -471,3 +475,18 @@ def test_two_engines_of_a_process_do_not_measure_at_once():
     with pytest.raises(ZeroDivisionError):
         first.rests.measure(lambda: 1 / 0)
     assert not second.measure(0.1), "an error ends a measurement"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_child_that_was_forked_during_a_measurement_measures():
+    def fork():
+        child = os.fork()
+        if not child:
+            os._exit(0 if not Moments(0.0, 0.0).measure(0.1) else 1)
+        codes.append(os.waitpid(child, 0)[1])
+
+    moments, codes = Moments(0.0, 0.0), []
+    moments.begin()
+    moments.rests.measure(fork)
+    assert codes == [0]

@@ -1,6 +1,7 @@
 """A thread that begins once, even if a signal interrupts whoever starts it."""
 
 import threading
+import time
 
 import pytest
 
@@ -31,7 +32,15 @@ def interrupt(monkeypatch, name, times=1, has_begun=True):
     monkeypatch.setattr(threads, "start_thread", start)
 
 
-def named(name):
+def named(name, expected):
+    """Return whether there are as many threads of a name, soon: one that finds another running ends at once."""
+    until = time.monotonic() + SECONDS
+    while (found := sum(each.name == name for each in threading.enumerate())) != expected and time.monotonic() < until:
+        time.sleep(0.01)
+    return found == expected
+
+
+def number_of(name):
     return sum(thread.name == name for thread in threading.enumerate())
 
 
@@ -80,6 +89,17 @@ def test_none_begins_after_it_was_joined(monkeypatch):
     assert runs == [] and not lazy.has_begun
 
 
+def test_a_thread_that_ends_before_it_begins_is_an_error(monkeypatch):
+    """As by an exception in a hook of a debugger: whoever started it waited for good."""
+    lazy, runs = LazyThread("lazy"), []
+    with monkeypatch.context() as patch:
+        patch.setattr(threads, "start_thread", lambda run, name: start_thread(lambda: None, name))
+        with pytest.raises(StaticLLMError, match="'lazy' ended before it began"):
+            lazy.start(lambda: runs.append(1))
+    lazy.start(lambda: runs.append(2))
+    assert lazy.join(SECONDS) and runs == [2]
+
+
 def test_a_thread_that_cannot_start_can_start_later(monkeypatch):
     def refuse(run, name):
         raise StaticLLMError("no more threads")
@@ -96,7 +116,7 @@ def test_a_thread_that_cannot_start_can_start_later(monkeypatch):
 @pytest.mark.parametrize("has_begun", [True, False])
 def test_an_interrupted_submission_leaves_one_thread_to_its_engine(has_begun, monkeypatch):
     """A second one ran on the same core: wrong tokens, slots freed twice, and a thread that close did not end."""
-    engine, before = fake_engine(make_policy("dynamic")), named("staticllm-engine")
+    engine, before = fake_engine(make_policy("dynamic")), number_of("staticllm-engine")
     interrupt(monkeypatch, "staticllm-engine", 2, has_begun)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -104,9 +124,9 @@ def test_an_interrupted_submission_leaves_one_thread_to_its_engine(has_begun, mo
     requests = [fake_request(range(number, number + 10), 20) for number in range(8)]
     for request in requests:
         engine.submit_state(request)
-    assert named("staticllm-engine") == before + 1
+    assert named("staticllm-engine", before + 1)
     engine.close(drain=True)
-    assert named("staticllm-engine") == before
+    assert named("staticllm-engine", before)
     assert [request.tokens[10:] for request in requests] == [fake_answer(range(n, n + 10), 20)[10:] for n in range(8)]
 
 
@@ -124,26 +144,26 @@ def test_an_engine_whose_only_submission_was_interrupted_closes(drain, monkeypat
 
 
 def test_jobs_have_one_thread(monkeypatch):
-    engine, before = JobEngine(), named("staticllm-jobs")
+    engine, before = JobEngine(), number_of("staticllm-jobs")
     interrupt(monkeypatch, "staticllm-jobs")
     with pytest.raises(KeyboardInterrupt):
         engine._notify()
     engine._notify()
-    assert named("staticllm-jobs") == before + 1
+    assert named("staticllm-jobs", before + 1)
     engine.close()
-    assert named("staticllm-jobs") == before
+    assert named("staticllm-jobs", before)
 
 
 def test_stop_strings_have_one_thread(monkeypatch):
     """Two took their work from one queue: of one end for both, close waited for the other one."""
-    pipe, before = fake_pipeline("a b c d"), named("staticllm-stop-checker")
+    pipe, before = fake_pipeline("a b c d"), number_of("staticllm-stop-checker")
     interrupt(monkeypatch, "staticllm-stop-checker")
     with pytest.raises(KeyboardInterrupt):
         pipe.generate("hi", stop_strings={"c"}, include_stop_str_in_output=False)
     assert str(pipe.generate("hi", stop_strings={"c"}, include_stop_str_in_output=False)) == "a b "
-    assert named("staticllm-stop-checker") == before + 1
+    assert named("staticllm-stop-checker", before + 1)
     closing = threading.Thread(target=pipe.close, daemon=True)
     closing.start()
     closing.join(SECONDS)
     assert not closing.is_alive()
-    assert named("staticllm-stop-checker") == before
+    assert named("staticllm-stop-checker", before)
