@@ -22,6 +22,7 @@ from staticllm.pipelines.embedding.score_activation import ACTIVATIONS, Activati
 from staticllm.pipelines.embedding.text_tokenizer import Overflow
 from staticllm.pipelines.encoder_pipeline import QUERY_PRIORITY, EncoderHandle, EncoderPipeline, OnTexts
 from staticllm.pipelines.engine.jobs import JobHost
+from staticllm.system.signal_stack import kept_signal_stack
 
 SCORE_WORDS = ("no", "yes")
 Scores = NDArray[np.float32]
@@ -221,10 +222,11 @@ def ranking(scores: Scores, top_n: int) -> Ranking:
 
 def _paired_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:
     """Return the tokenizer with a second input for the text, if its post-processing is known, else without one."""
-    try:
-        return genai.Tokenizer(directory, add_second_input=True)
-    except RuntimeError:
-        return genai.Tokenizer(directory)
+    with kept_signal_stack():
+        try:
+            return genai.Tokenizer(directory, add_second_input=True)
+        except RuntimeError:
+            return genai.Tokenizer(directory)
 
 
 def _tokens(tokenizer: genai.Tokenizer, words: tuple[str, str]) -> tuple[int, ...]:

@@ -150,10 +150,11 @@ class Ours(Peer):
         from staticllm.pipelines.diagnostics.costs import wait_for_costs
 
         start = time.perf_counter()
-        if not wait_for_costs(self._pipe.engine, REST_SECONDS):
+        is_complete = wait_for_costs(self._pipe.engine, REST_SECONDS)
+        if not is_complete:
             print(f"costs are not measured after {REST_SECONDS} s: that disturbs what others do now", file=sys.stderr)
         self._has_rested = True
-        return {"seconds": time.perf_counter() - start}
+        return {"seconds": time.perf_counter() - start, "is_complete": is_complete}
 
     def settle(self) -> None:
         """Calls that took much longer or shorter than measured are a reason to measure all costs again."""

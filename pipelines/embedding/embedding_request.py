@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.system.threads import POLL_SECONDS, check_may_wait
+from staticllm.system.threads import POLL_SECONDS, Condition, check_may_wait
 
 IDLE_SECONDS = 0.05
 """Idle time after which the thread of callbacks ends: starting one for each would take as long as tokenizing a text."""
@@ -45,13 +46,16 @@ class _DoneCallbacks:
             if self._is_running:
                 self._condition.notify_all()
                 return
-            self._is_running = True
         try:
             threading.Thread(target=self._run, args=(IDLE_SECONDS,), name="staticllm-callbacks", daemon=False).start()
         except RuntimeError:  # the interpreter ends, or the system has no more threads
             self._run(0.0)
 
     def _run(self, idle_seconds: float) -> None:
+        with self._lock:
+            if self._is_running:  # several were started before the first began, or after Ctrl-C in a start
+                return
+            self._is_running = True
         while (function := self._next(idle_seconds)) is not None:
             with contextlib.suppress(
                 BaseException
@@ -79,8 +83,13 @@ class RequestFuture(Future[Vectors]):
     """A future whose done-callbacks run on a thread of their own: one that waits for the device cannot hold the device.
 
     They run in the order in which they became due. One that waits for another callback waits forever. As for every future, a
-    callback that is added after the end is called at once, on the thread that adds it.
+    callback that is added after the end is called at once, on the thread that adds it. The thread of a device ends it, and needs
+    its lock.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = Condition()
 
     def add_done_callback(self, fn: Callable[[Future[Vectors]], Any]) -> None:
         """Call ``fn`` with the future after its end."""
@@ -99,7 +108,7 @@ class RequestFuture(Future[Vectors]):
 class EmbeddingRequest:
     """The texts of one call of a user. ``future`` gets their vectors ``[n, width]``, or the error of the first that failed.
 
-    ``deadline`` is a moment of ``time.perf_counter`` after which texts are not run any more. ``has_progressed`` is set whenever
+    ``deadline`` is a moment of ``time.perf_counter`` after which texts are not run any more. ``news`` gets an entry whenever
     ``num_done`` texts have become more, and at the end. ``device_seconds`` is its part of the calls that ended.
     """
 
@@ -115,7 +124,7 @@ class EmbeddingRequest:
         self.vectors: Vectors = np.zeros((len(self.texts), self.width), np.float32)
         self.num_done = 0
         self.device_seconds = 0.0
-        self.has_progressed = threading.Event()
+        self.news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # the texts of one request may run on several devices
         self._is_ending = False
 
@@ -136,7 +145,7 @@ class EmbeddingRequest:
             is_last = self.num_done == len(self.texts)
         if is_last and self._may_end():
             self.future.set_result(self.vectors)
-        self.has_progressed.set()
+        self.news.put(None)
 
     def spend(self, seconds: float) -> None:
         """Count device time; before ``put``, so that it is known at the end."""
@@ -147,13 +156,13 @@ class EmbeddingRequest:
         """End the request with an error, unless it is over."""
         if self._may_end():
             self.future.set_exception(error)
-        self.has_progressed.set()
+        self.news.put(None)
 
     def tell_cancelled(self) -> None:
         """Wake the threads that wait for the request, if it was cancelled; ``cancel`` of a future does not."""
         if self.future.cancelled():
             self._may_end()
-            self.has_progressed.set()
+            self.news.put(None)
 
     def wait(self, on_progress: Callable[[int, int], None] | None = None) -> Vectors:
         """Return the vectors when all are there; an exception, also of ``on_progress`` and Ctrl-C, cancels the request.
@@ -165,10 +174,9 @@ class EmbeddingRequest:
         try:
             check_may_wait()
             while not self.future.done():
-                if on_progress is None:
-                    wait([self.future], POLL_SECONDS)
-                elif self.has_progressed.wait(POLL_SECONDS):
-                    self.has_progressed.clear()
+                with contextlib.suppress(queue.Empty):
+                    self.news.get(timeout=POLL_SECONDS)
+                if on_progress is not None and num_told < self.num_done:
                     num_told = self.num_done
                     on_progress(num_told, len(self.texts))
             vectors = self.future.result()

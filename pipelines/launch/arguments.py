@@ -21,6 +21,7 @@ from staticllm.pipelines.generation.options.resolve import FileOptions, unreadab
 from staticllm.pipelines.launch.genai_properties import from_genai, plain_properties
 from staticllm.properties import DEVICE_PROPERTIES, ResolvedConfig, resolve, with_own
 from staticllm.system.files import read_regular
+from staticllm.system.signal_stack import kept_signal_stack
 
 Config: TypeAlias = Mapping[str, object] | StaticLLMConfig | None
 """The ``config`` of a constructor: properties by name, or the resolved config."""
@@ -168,7 +169,7 @@ def _only(properties: Mapping[str, Any], supported: frozenset[str]) -> dict[str,
 def read_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:
     """Read the tokenizer in a model directory. Raises ``ModelError`` (the tokenizer cannot be read)."""
     try:
-        with enough_memory(ModelError, f"the tokenizer in {str(directory)!r}"):
+        with enough_memory(ModelError, f"the tokenizer in {str(directory)!r}"), kept_signal_stack():
             return genai.Tokenizer(directory)
     except RuntimeError as error:
         raise ModelError(f"the tokenizer in {str(directory)!r} cannot be read: {last_line(error)}") from error

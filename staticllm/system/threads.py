@@ -29,11 +29,24 @@ def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
     try:
         thread.start()
     except RuntimeError as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # a lock of the interpreter was released twice after it
+            raise error.__context__ from None
         raise StaticLLMError(
             f"the thread {name!r} cannot be started beside {threading.active_count()} others ({error}): end some, or raise "
             "the limit of threads (ulimit -u), and try again"
         ) from error
     return thread
+
+
+class Condition(threading.Condition):
+    """A condition for ``with`` statements of others, such as ``Future``: Ctrl-C in them does not leave its lock taken.
+
+    ``threading.Condition.__enter__`` is Python code, where an exception may come after the lock was taken. These are the lock's
+    own methods, which are looked up before.
+    """
+
+    __enter__ = property(lambda self: self._lock.__enter__)  # type: ignore[assignment]
+    __exit__ = property(lambda self: self._lock.__exit__)  # type: ignore[assignment]
 
 
 class LazyThread:

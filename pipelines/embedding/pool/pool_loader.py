@@ -34,6 +34,7 @@ from staticllm.pipelines.embedding.queue.text_queue import TextQueue
 from staticllm.pipelines.embedding.windve.detector import Detection, UsedDevice, without_slow_cpu
 from staticllm.pipelines.embedding.windve.queue_depth import Estimate, Recalibration, read_estimates, write_estimates
 from staticllm.pipelines.engine.jobs import JobHost
+from staticllm.system.signal_stack import kept_signal_stack
 
 _WITHOUT_EFFECT = OPTIONS - {"programs"}
 """Options of caches and blobs: the depths that a command without them measured are good for a pipeline with them."""
@@ -87,7 +88,9 @@ def load_instances(
         instances = tuple(found[name] for name in plan.names)
         shortest = min(instance.info.max_length for instance in instances)
         info = replace(instances[0].info, max_length=shortest)
-        return LoadedInstances(instances, tokenizer or genai.Tokenizer(directory), read_encoder_files(directory), info)
+        with kept_signal_stack():
+            tokenizer = tokenizer or genai.Tokenizer(directory)
+        return LoadedInstances(instances, tokenizer, read_encoder_files(directory), info)
     except BaseException as error:
         for instance in {*workers, *found.values()}:
             instance.close()

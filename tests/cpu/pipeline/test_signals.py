@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from support.encoders.encoder_models import encoder_directory
 
 SIGINT_AFTER_PIPELINES = """
 import os, signal, sys, time
@@ -31,6 +32,33 @@ def test_ctrl_c_works_after_pipelines_were_closed():
         [sys.executable, "-c", SIGINT_AFTER_PIPELINES], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stdout) == (0, "interrupted\n")
+
+
+SIGINT_AFTER_AN_ENCODER = """
+import os, signal, sys, threading, time
+from staticllm import StaticEmbeddingPipeline
+pipe = StaticEmbeddingPipeline(sys.argv[1], "CPU")
+pipe.embed_query("hi")
+closing = threading.Thread(target=pipe.close)
+closing.start()
+closing.join()
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT to itself")
+def test_ctrl_c_works_after_an_encoder_was_closed_on_another_thread(tmp_path):
+    """The tokenizer's plugin unmapped the signal stack that it had registered for the thread which loaded it."""
+    encoder_directory(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", SIGINT_AFTER_AN_ENCODER, str(tmp_path)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr
 
 
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT to a child")

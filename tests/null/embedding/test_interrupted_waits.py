@@ -1,0 +1,83 @@
+"""Ctrl-C in a thread that waits for vectors: the thread of the device must go on."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from staticllm.pipelines.embedding import embedding_request
+from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest, RequestFuture
+from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
+from staticllm.system.threads import Condition, start_thread
+
+SECONDS = 20
+
+
+def request_of(count=1):
+    return EmbeddingRequest([TokenizedText(np.arange(3, dtype=np.int64))] * count, 4)
+
+
+def interrupt_in_enter(monkeypatch):
+    """Let Ctrl-C come in every ``__enter__`` of a condition that is Python code, after the lock was taken."""
+    main = threading.current_thread()
+
+    def enter(self):
+        taken = self._lock.__enter__()
+        if threading.current_thread() is main:
+            raise KeyboardInterrupt
+        return taken
+
+    monkeypatch.setattr(threading.Condition, "__enter__", enter)
+
+
+def test_a_plain_condition_would_stay_locked(monkeypatch):
+    condition, safe = threading.Condition(), Condition()
+    with monkeypatch.context() as patch:
+        interrupt_in_enter(patch)
+        with pytest.raises(KeyboardInterrupt), condition:
+            pass
+        with safe:
+            pass
+    free = []
+    for each in (condition, safe):
+        thread = threading.Thread(target=lambda each=each: free.append(each._lock.acquire(timeout=0.2)))
+        thread.start()
+        thread.join()
+    assert free == [False, True]
+
+
+def test_an_interrupted_wait_leaves_the_future_to_the_thread_of_the_device(monkeypatch):
+    request, told = request_of(2), []
+    ends = start_thread(lambda: [time.sleep(0.1), *(request.put(i, np.full(4, i)) for i in range(2))], "device")
+    with monkeypatch.context() as patch:
+        interrupt_in_enter(patch)
+        vectors = request.wait(lambda *done: told.append(done))
+    assert np.array_equal(vectors, [[0] * 4, [1] * 4])
+    assert told[-1] == (2, 2)
+    ends.join(SECONDS)
+    assert not ends.is_alive()
+
+
+def test_callbacks_run_after_the_start_of_their_thread_was_interrupted(monkeypatch):
+    callbacks, called = embedding_request._DoneCallbacks(), threading.Event()
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(embedding_request.threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            callbacks.add(lambda: None)
+    callbacks.add(called.set)
+    assert called.wait(SECONDS)
+
+
+def test_a_future_is_a_future():
+    future = RequestFuture()
+    called = threading.Event()
+    future.add_done_callback(lambda _: called.set())
+    assert future.set_running_or_notify_cancel()
+    future.set_result(np.zeros((1, 4)))
+    assert called.wait(SECONDS)
+    assert future.result(0).shape == (1, 4)
