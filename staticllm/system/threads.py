@@ -45,8 +45,8 @@ class Condition(threading.Condition):
     own methods, which are looked up before.
     """
 
-    __enter__ = property(lambda self: self._lock.__enter__)  # type: ignore[assignment]
-    __exit__ = property(lambda self: self._lock.__exit__)  # type: ignore[assignment]
+    __enter__ = property(lambda self: self._lock.__enter__)
+    __exit__ = property(lambda self: self._lock.__exit__)
 
 
 class LazyThread:
