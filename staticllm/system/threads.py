@@ -45,8 +45,8 @@ class Condition(threading.Condition):
     own methods, which are looked up before.
     """
 
-    __enter__ = property(lambda self: self._lock.__enter__)
-    __exit__ = property(lambda self: self._lock.__exit__)
+    __enter__ = property(lambda self: self._lock.__enter__)  # pyright: ignore
+    __exit__ = property(lambda self: self._lock.__exit__)  # pyright: ignore
 
 
 class LazyThread:
