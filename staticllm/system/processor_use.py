@@ -30,7 +30,9 @@ class ProcessorUse:
         It is 0, and the time goes on, if that was less than ``SHORTEST`` ago. It is also 0 if the system does not say. A limit of
         processor time, as containers have, is not known: the share is one of the processors.
         """
-        start, own, before = self._start, self._own, self._busy
+        start = self._start
+        own = self._own
+        before = self._busy
         if time.perf_counter() - start < SHORTEST:
             return 0.0
         self.begin()

@@ -86,10 +86,7 @@ class FakePipeline(StaticLLMPipeline):
             tokenizer=replies.tokenizer,
             on_progress=on_progress,
             scheduler=scheduler,
-            **{
-                "MEASURE_COSTS": False,
-                **properties,
-            },  # the fake device checks what it reads, and between requests nothing is right
+            **{"MEASURE_COSTS": False, **properties},  # a measurement reads what is left, which the fake device refuses
         )
         generation = self.get_generation_config()
         generation.set_eos_token_id(replies.end)
