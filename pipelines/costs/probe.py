@@ -231,8 +231,8 @@ class Rests:
     def measure(self, run: Callable[[], None], is_awaited: bool = False) -> bool:
         """Run a measurement, after a rest or another one, and return whether the engine must rest before the next.
 
-        It need not if somebody waits for the costs, whatever else runs. Otherwise it measures nothing while another engine of this
-        process does: each would slow the other.
+        It need not if somebody waits for the costs, whatever else runs. Otherwise it measures nothing while another engine of
+        this process does: each would slow the other.
         """
         measuring = self._measuring
         if not (is_alone := measuring.acquire(blocking=False)) and not is_awaited:
