@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import count
 from queue import SimpleQueue
@@ -26,7 +25,7 @@ from staticllm.errors import (
 )
 from staticllm.pipelines.daemon_client.daemon_link import GONE, DaemonLink
 from staticllm.pipelines.engine.request import CompileTimes, EngineRequest, Finished, OutputQueue, output_from_dict
-from staticllm.system.threads import start_thread
+from staticllm.system.threads import InterruptibleFuture, start_thread
 from staticllm.wire import tensors
 from staticllm.wire.endpoint import SilentError
 from staticllm.wire.messages import LAST, MAX_FRAME, Kind, Message, ProtocolError
@@ -70,7 +69,7 @@ class EngineConnection:
         self._on_lost = on_lost
         self._channel = link.connection
         self._running: dict[int, RunningRequest] = {}  # by id
-        self._answers: dict[int, Future[Message]] = {}  # by the question's number
+        self._answers: dict[int, InterruptibleFuture[Message]] = {}  # by the question's number
         self._numbers = count(1)
         self._lock = threading.Lock()  # of the tables
         self._sending = threading.Lock()
@@ -159,7 +158,7 @@ class EngineConnection:
         Raises ``ClosedError`` (the connection was closed), ``ConfigError`` (the message is too large), ``ProcessLostError``
         (the daemon has ended) and ``StaticLLMError`` (it refused, or failed).
         """
-        future: Future[Message] = Future()
+        future = InterruptibleFuture[Message]()
         with self._lock:
             if self._is_lost:
                 raise ProcessLostError(GONE)

@@ -6,8 +6,9 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
 from staticllm.children.child import start_daemon
@@ -226,11 +227,12 @@ class RemoteEngine:
         return int(answer.body["tokens"])
 
     def _drain(self) -> None:
-        ended = threading.Semaphore(0)
+        ended = SimpleQueue[None]()
         for live in list(self._live.values()):
-            live.queue.add_listener(lambda output: ended.release() if isinstance(output, Finished) else None)
+            live.queue.add_listener(lambda output: ended.put(None) if isinstance(output, Finished) else None)
         while self._live:
-            ended.acquire(timeout=0.2)
+            with suppress(Empty):
+                ended.get(timeout=0.2)
 
 
 class DaemonHome(Startable, Protocol):

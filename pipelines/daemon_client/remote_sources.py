@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from staticllm.errors import ProcessLostError, PromptError, pipeline_closed
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
-from staticllm.system.threads import check_process, start_thread
+from staticllm.system.threads import InterruptibleFuture, check_process, start_thread
 
 Result = TypeVar("Result")
 MAX_FORGOTTEN = 64
@@ -153,7 +153,7 @@ class RemoteSources:
     @staticmethod
     def _begun(run: Callable[[Future[Any]], object], on_cancel: Callable[[], object] = lambda: None) -> Future[Any]:
         """Return a future that a thread of its own sets with ``run``, which may wait for a daemon that starts."""
-        future: Future[Any] = Future()
+        future: Future[Any] = InterruptibleFuture()
         future.add_done_callback(lambda done: on_cancel() if done.cancelled() else None)
 
         def work() -> None:

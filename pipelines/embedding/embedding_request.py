@@ -18,7 +18,7 @@ import numpy as np
 
 from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.system.threads import POLL_SECONDS, Condition, check_may_wait
+from staticllm.system.threads import POLL_SECONDS, InterruptibleFuture, check_may_wait
 
 IDLE_SECONDS = 0.05
 """Idle time after which the thread of callbacks ends: starting one for each would take as long as tokenizing a text."""
@@ -79,17 +79,12 @@ if hasattr(os, "register_at_fork"):  # the thread does not exist in a forked chi
     os.register_at_fork(after_in_child=_callbacks.__init__)  # type: ignore[misc]
 
 
-class RequestFuture(Future[Vectors]):
+class RequestFuture(InterruptibleFuture[Vectors]):
     """A future whose done-callbacks run on a thread of their own: one that waits for the device cannot hold the device.
 
     They run in the order in which they became due. One that waits for another callback waits forever. As for every future, a
-    callback that is added after the end is called at once, on the thread that adds it. The thread of a device ends it, and needs
-    its lock.
+    callback that is added after the end is called at once, on the thread that adds it.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._condition = Condition()
 
     def add_done_callback(self, fn: Callable[[Future[Vectors]], Any]) -> None:
         """Call ``fn`` with the future after its end."""

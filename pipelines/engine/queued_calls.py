@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from staticllm.errors import ClosedError, as_ours, pipeline_closed
 from staticllm.pipelines.engine.jobs import Asked, new_source_id, request_priority
 from staticllm.pipelines.scheduling.interface import JobView
+from staticllm.system.threads import InterruptibleFuture
 
 if TYPE_CHECKING:
     from staticllm.pipelines.engine.engine import Engine
@@ -36,7 +37,7 @@ class _Waiting:
     deadline: float | None
     arrival: float
     owner: int
-    result: Future[Any] = field(default_factory=Future)
+    result: InterruptibleFuture[Any] = field(default_factory=InterruptibleFuture)
     num_done: int = 0
 
 

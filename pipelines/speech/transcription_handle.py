@@ -9,7 +9,7 @@ from typing import Any
 
 from staticllm.pipelines.speech.results import WhisperDecodedResults
 from staticllm.pipelines.speech.transcription_watch import Cancellation
-from staticllm.system.threads import start_thread
+from staticllm.system.threads import InterruptibleFuture, start_thread
 
 
 class TranscriptionHandle:
@@ -21,7 +21,7 @@ class TranscriptionHandle:
     def __init__(self, run: Callable[[], WhisperDecodedResults], cancellation: Cancellation) -> None:
         """Begin ``run`` on a thread; it returns early once ``cancellation`` was cancelled."""
         self._cancellation = cancellation
-        self._future: Future[WhisperDecodedResults] = Future()
+        self._future = InterruptibleFuture[WhisperDecodedResults]()
         self._future.set_running_or_notify_cancel()  # it ends when its thread does, and not before
         self._run = run
         try:

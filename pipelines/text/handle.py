@@ -231,7 +231,7 @@ class GenerationHandle:
                     await waker.yield_to_loop()  # a long backlog must not hold up the loop
                 elif num_taken:
                     await signal.pause()
-                else:
+                elif not self.is_done:  # ``stop`` takes no output: the signal of the last one may have been cleared
                     await signal.wait()
         finally:
             self._queue.remove_listener(wake)

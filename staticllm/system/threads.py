@@ -8,8 +8,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 from staticllm.errors import ClosedError, StaticLLMError
 
@@ -17,6 +19,7 @@ POLL_SECONDS = 0.5
 """The longest single wait of a caller: Ctrl-C takes effect after this time where it cannot interrupt a wait."""
 CLOSE_SECONDS = 2.0
 """How long deleting a pipeline waits for it to close, in seconds."""
+Result = TypeVar("Result")
 
 _here = threading.local()
 _closing: set[threading.Thread] = set()  # threads that close what was garbage-collected
@@ -47,6 +50,14 @@ class Condition(threading.Condition):
 
     __enter__ = property(lambda self: self._lock.__enter__)  # pyright: ignore
     __exit__ = property(lambda self: self._lock.__exit__)  # pyright: ignore
+
+
+class InterruptibleFuture(Future[Result]):
+    """A future that a thread of ours ends: Ctrl-C in a thread that waits for it does not leave its lock taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition = Condition()
 
 
 class LazyThread:

@@ -29,6 +29,7 @@ from staticllm.wire.endpoint import SilentError
 from staticllm.wire.messages import LAST, MAX_FRAME, Kind, Message
 from tests.support.attach.daemons import wait_for
 from tests.support.attach.peers import Peer
+from tests.support.interrupts import interrupt_in_enter
 
 SECONDS = 10
 
@@ -204,7 +205,7 @@ class Interrupted(Future):
 def test_an_interrupted_submit_ends_the_request_in_the_daemon(peer, monkeypatch):
     connection = EngineConnection(peer, 1, lambda: None)
     with monkeypatch.context() as change, pytest.raises(KeyboardInterrupt):
-        change.setattr(engine_connection, "Future", Interrupted)
+        change.setattr(engine_connection, "InterruptibleFuture", Interrupted)
         connection.submit(EngineRequest((1,), id=5), OutputQueue())
     assert not connection._answers
     assert not connection.has(5)
@@ -275,3 +276,12 @@ def test_an_output_with_a_damaged_error_ends_the_connection_and_its_requests(pee
     peer.channel.send(Message(Kind.OUTPUT, number=request.id, flags=LAST, body={"outputs": [damaged]}))
     assert isinstance(queue.get(SECONDS).error, DeviceError)
     connection.close()
+
+
+def test_an_interrupted_question_does_not_hold_the_thread_that_reads(peer, monkeypatch):
+    connection = EngineConnection(peer, 1, lambda: None)
+    run(peer.answer)
+    with monkeypatch.context() as patch:
+        interrupt_in_enter(patch)
+        assert connection.ask(Message(Kind.STATS)).kind is Kind.OK
+    connection.close()  # waits for the thread that reads

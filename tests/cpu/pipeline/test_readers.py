@@ -11,7 +11,10 @@ import pytest
 from support.attach.daemons import wait_for
 
 from staticllm import ClosedError, GenerationConfigError, StaticLLMError, StaticLLMPipeline, demo_model_path
+from staticllm.core import FinishReason
+from staticllm.pipelines.engine.request import Finished
 from staticllm.pipelines.text import handle as text_handle
+from staticllm.pipelines.text.readers import OutputSignal
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -151,6 +154,28 @@ def test_a_cancelled_await_cancels_the_request(pipe):
 
     asyncio.run(main())
     wait_until_idle(pipe)
+
+
+def test_an_async_reader_ends_when_another_thread_stops_the_request(pipe, monkeypatch):
+    """``stop`` records the end at the worst moment: the signal of the last output was cleared, and nothing was taken yet."""
+    clear = OutputSignal.clear
+
+    def stopped(signal):
+        clear(signal)
+        handle._close(Finished(FinishReason.CANCELLED))
+
+    async def main():
+        batches = handle.batches_async()
+        await anext(batches)
+        handle.cancel()
+        while not isinstance(handle._queue._outputs[-1] if handle._queue._outputs else None, Finished):
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(OutputSignal, "clear", stopped)
+        await asyncio.wait_for(anext(batches, None), 20)
+
+    handle = pipe.submit("hello", **LONG)
+    asyncio.run(main())
+    assert handle.finish_reason == FinishReason.CANCELLED
 
 
 def test_await_raises_the_error_of_the_request(pipe):

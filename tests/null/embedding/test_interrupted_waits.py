@@ -9,42 +9,14 @@ import pytest
 from staticllm.pipelines.embedding import embedding_request
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest, RequestFuture
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.system.threads import Condition, start_thread
+from staticllm.system.threads import start_thread
+from tests.support.interrupts import interrupt_in_enter
 
 SECONDS = 20
 
 
 def request_of(count=1):
     return EmbeddingRequest([TokenizedText(np.arange(3, dtype=np.int64))] * count, 4)
-
-
-def interrupt_in_enter(monkeypatch):
-    """Let Ctrl-C come in every ``__enter__`` of a condition that is Python code, after the lock was taken."""
-    main = threading.current_thread()
-
-    def enter(self):
-        taken = self._lock.__enter__()
-        if threading.current_thread() is main:
-            raise KeyboardInterrupt
-        return taken
-
-    monkeypatch.setattr(threading.Condition, "__enter__", enter)
-
-
-def test_a_plain_condition_would_stay_locked(monkeypatch):
-    condition, safe = threading.Condition(), Condition()
-    with monkeypatch.context() as patch:
-        interrupt_in_enter(patch)
-        with pytest.raises(KeyboardInterrupt), condition:
-            pass
-        with safe:
-            pass
-    free = []
-    for each in (condition, safe):
-        thread = threading.Thread(target=lambda each=each: free.append(each._lock.acquire(timeout=0.2)))
-        thread.start()
-        thread.join()
-    assert free == [False, True]
 
 
 def test_an_interrupted_wait_leaves_the_future_to_the_thread_of_the_device(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import CancelledError
 from itertools import groupby
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ import pytest
 
 from staticllm.errors import ClosedError, DeviceError
 from staticllm.pipelines.engine.queued_calls import QueuedCalls
+from staticllm.system.threads import start_thread
+from tests.support.interrupts import interrupt_in_enter
 
 BLOCK_SECONDS = [1.0, 2.0, 2.0, 3.0]
 
@@ -134,3 +137,13 @@ def test_closing_during_the_last_block_leaves_its_result(calls):
     calls.during = lambda blocks: calls.queue.close()
     calls.step()
     assert heard.result(0) == "a after 4"
+
+
+def test_an_interrupted_reader_does_not_hold_the_device(calls, monkeypatch):
+    found = calls.submit("a")
+    device = start_thread(lambda: [time.sleep(0.1), *(calls.step() for _ in BLOCK_SECONDS)], "device")
+    with monkeypatch.context() as patch:
+        interrupt_in_enter(patch)
+        assert found.result(20) == "a after 4"
+    device.join(20)
+    assert not device.is_alive()

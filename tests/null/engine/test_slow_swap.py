@@ -1,7 +1,5 @@
 """Tests that one slow copy between arena and host pool does not end the time slices."""
 
-import time
-
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing.engine import fake_engine, fake_request, run_to_end
 
@@ -9,15 +7,14 @@ from staticllm.testing.engine import fake_engine, fake_request, run_to_end
 def test_a_slow_copy_is_corrected_by_the_next_one(monkeypatch):
     engine = fake_engine(make_policy("dynamic"), 2, gap_ms=500.0, starts_thread=False, host_kv_slots=4096)
     manager = engine.kv_manager
-    copy_out, num_copies = manager.cache.copy_out, 0
+    count_swap, num_copies = manager._count_swap, 0
 
-    def slow_at_first(sequence):
+    def slow_at_first(num_slots, seconds):
         nonlocal num_copies
         num_copies += 1
-        time.sleep(0.05 if num_copies == 1 else 0.0)
-        return copy_out(sequence)
+        count_swap(num_slots, 0.05 if num_copies == 1 else 1e-5)
 
-    monkeypatch.setattr(manager.cache, "copy_out", slow_at_first)
+    monkeypatch.setattr(manager, "_count_swap", slow_at_first)
     run_to_end(engine, [fake_request([*range(5, 25), 30 + index], 30) for index in range(40)])
     assert num_copies > 1, "places change hands again"
     assert manager.swap_seconds < 0.05 / 50, "0.05 s for at most 50 slots"
