@@ -23,6 +23,8 @@ MAX_SECONDS = 0.15
 then fails in later calls of the same program with other sizes (docs/decisions.md)."""
 NUM_CHECKED, DRIFT = 3, 1.25
 """Adopted costs that are measured again at the first rest, and the factor by which a cost may differ from its measurement."""
+DISTURBED = 1.1
+"""A call that takes this many times as long as one that does more was measured beside other work, so it is measured again."""
 FIRST_CALLS, MOST_CALLS = 16, 1024
 """Calls between two measurements of all costs: the first number doubles each time, up to the second."""
 IDLE_SECONDS = 0.5
@@ -51,7 +53,8 @@ class CostProbe:
     Nothing is committed, so the KV cache does not change. The costs of all other variants are estimated from these. Costs of an
     earlier process are kept: ``NUM_CHECKED`` of them are measured, and all are doubted if most of these differ by more than
     ``DRIFT``. So are all if the calls of requests take longer or shorter than measured by that factor: other work ran beside the
-    measurement, or the machine runs at another speed, and variants that are never chosen would keep a wrong cost.
+    measurement, or the machine runs at another speed, and variants that are never chosen would keep a wrong cost. In the end what
+    was ``DISTURBED`` is measured once more, at another moment.
     """
 
     def __init__(self, programs: Mapping[Variant, Measurable], costs: CostModel[Variant]) -> None:
@@ -64,6 +67,7 @@ class CostProbe:
         self._unchecked: list[Variant] | None = None
         self._ratios: list[float] = []
         self._quick: list[Variant] = []
+        self._disturbed: set[Variant] | None = None  # that are left to measure once more; None: not known yet
         self._measured: dict[Variant, float] = {}
         self._num_calls = 0
         self._least_calls = FIRST_CALLS
@@ -107,6 +111,7 @@ class CostProbe:
         }
         self._quick = [by_rows[rows] for rows in sorted(by_rows)[:2]]
         checked = self._unchecked or ()
+        self._disturbed = None
         todo = [each for each in reversed(wanted) if each in checked or not self._costs.is_stable(each)]
         self._todo = sorted(todo, key=lambda each: self._costs(each) <= MAX_SECONDS)  # the last one is the next
 
@@ -130,6 +135,9 @@ class CostProbe:
         """
         if self._todo:
             self._measure(self._todo[-1], is_needed)
+        if self._num_measured and not self._todo and self._disturbed is None:
+            self._todo = self._find_disturbed()
+            self._disturbed = set(self._todo)
         if self._num_measured and not self._todo:
             self._num_measured = 0
             try:
@@ -156,12 +164,26 @@ class CostProbe:
         if seconds is not None:
             self._todo.pop()
             self._num_measured += 1
+            if self._disturbed and variant in self._disturbed:
+                self._disturbed.remove(variant)
+                seconds = min(seconds, self._measured[variant])
             ratio = seconds / self._costs(variant)
             self._costs.set(variant, seconds)
             self._measured[variant] = seconds
             if self._unchecked and variant in self._unchecked:
                 self._unchecked.remove(variant)
                 self._check(max(ratio, 1 / ratio))
+
+    def _find_disturbed(self) -> list[Variant]:
+        """Return the variants that took longer than one with at least as many rows, slots and logits in the same phase."""
+        return [
+            variant
+            for variant, seconds in self._measured.items()
+            if any(
+                seconds > DISTURBED * others and other.phase == variant.phase and _does_more(other, variant)
+                for other, others in self._measured.items()
+            )
+        ]
 
     def _check(self, ratio: float) -> None:
         """Note by which factor a cost of an earlier process was wrong; after the last one, doubt the others if most were."""
@@ -257,6 +279,10 @@ class Rests:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=Rests.forget_others)
+
+
+def _does_more(one: Variant, other: Variant) -> bool:
+    return all(more >= less for more, less in zip(one.work, other.work, strict=True))
 
 
 def timed_run(program: Measurable) -> float:

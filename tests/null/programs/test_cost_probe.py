@@ -118,6 +118,55 @@ def test_all_costs_are_measured_again_when_calls_take_another_time_than_measured
     assert probe.is_done, "calls that take what was measured change nothing"
 
 
+class DisturbedAtFirst(TimedProgram):
+    """A program beside other work, which ends after a few of its calls."""
+
+    def __init__(self, seconds, num_slow):
+        super().__init__(seconds)
+        self.num_slow = num_slow
+
+    def run(self):
+        return super().run() * (3 if self.num_runs < self.num_slow else 1)
+
+
+def test_a_prompt_that_took_longer_than_a_larger_one_is_measured_again():
+    """A prompt of 16 tokens ran in two calls of 8 rows, because that of 16 had been measured while the machine was slow."""
+    disturbed = Variant(16, 0)
+    programs, costs = {variant: TimedProgram(true_cost(variant)) for variant in VARIANTS}, CostModel()
+    programs[disturbed] = DisturbedAtFirst(true_cost(disturbed), 4)
+    probe, told = CostProbe(programs, costs), []
+    probe.when_done(lambda: told.append(costs.measured))
+    probe.choose(programs)
+    measured_all(probe)
+    assert costs(disturbed) == pytest.approx(true_cost(disturbed))
+    assert told == [costs.measured], "when nothing is left"
+    assert [each for each in worth_measuring(VARIANTS) if programs[each].num_runs > 20] == []
+
+
+def test_a_call_that_is_dear_by_itself_is_measured_twice_and_a_slower_second_time_is_not_believed():
+    dear, worse = Variant(16, 0), Variant(16, 64)
+    programs, costs = {variant: TimedProgram(true_cost(variant)) for variant in VARIANTS}, CostModel()
+    programs[dear] = TimedProgram(0.06)
+    probe = CostProbe(programs, costs)
+    probe.choose(programs)
+    programs[worse].seconds = 0.05
+    while probe.num_left > 1 or costs.measured.get(worse) is None:
+        probe.measure_next(lambda: False)
+    programs[worse].seconds = 0.07
+    measured_all(probe)
+    assert costs(dear) == 0.06
+    assert costs(worse) == 0.05
+
+
+def test_a_chunk_is_not_compared_with_a_step_which_follows_its_like():
+    chunk, step = Variant(8, 64, 4), Variant(8, 64, 8)
+    programs, costs = {chunk: TimedProgram(0.015), step: TimedProgram(0.01)}, CostModel()
+    probe = CostProbe(programs, costs)
+    probe.choose(programs)
+    measured_all(probe)
+    assert programs[chunk].num_runs == 5, "it is measured once"
+
+
 def test_what_the_warm_up_measured_is_measured_again():
     costs = CostModel({VARIANTS[1]: 0.05})  # of a blob set: what its warm-up measured
     costs.update(VARIANTS[0], 0.09)
