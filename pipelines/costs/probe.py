@@ -23,8 +23,8 @@ MAX_SECONDS = 0.15
 then fails in later calls of the same program with other sizes (docs/decisions.md)."""
 NUM_CHECKED, DRIFT = 3, 1.25
 """Adopted costs that are measured again at the first rest, and the factor by which a cost may differ from its measurement."""
-DISTURBED = 1.1
-"""A call that takes this many times as long as one that does more was measured beside other work, so it is measured again."""
+SLOWER = 1.1
+"""A call that takes this many times as long as a larger one is measured a second time."""
 FIRST_CALLS, MOST_CALLS = 16, 1024
 """Calls between two measurements of all costs: the first number doubles each time, up to the second."""
 IDLE_SECONDS = 0.5
@@ -53,8 +53,9 @@ class CostProbe:
     Nothing is committed, so the KV cache does not change. The costs of all other variants are estimated from these. Costs of an
     earlier process are kept: ``NUM_CHECKED`` of them are measured, and all are doubted if most of these differ by more than
     ``DRIFT``. So are all if the calls of requests take longer or shorter than measured by that factor: other work ran beside the
-    measurement, or the machine runs at another speed, and variants that are never chosen would keep a wrong cost. In the end what
-    was ``DISTURBED`` is measured once more, at another moment.
+    measurement, or the machine runs at another speed, and variants that are never chosen would keep a wrong cost. A machine may
+    be slow for seconds although nothing else runs. So in the end, calls that took ``SLOWER`` times as long as a larger one are
+    measured a second time, and the lower value counts.
     """
 
     def __init__(self, programs: Mapping[Variant, Measurable], costs: CostModel[Variant]) -> None:
@@ -67,7 +68,7 @@ class CostProbe:
         self._unchecked: list[Variant] | None = None
         self._ratios: list[float] = []
         self._quick: list[Variant] = []
-        self._disturbed: set[Variant] | None = None  # that are left to measure once more; None: not known yet
+        self._is_second_time = False  # whether those in the list have been measured before
         self._measured: dict[Variant, float] = {}
         self._num_calls = 0
         self._least_calls = FIRST_CALLS
@@ -111,8 +112,10 @@ class CostProbe:
         }
         self._quick = [by_rows[rows] for rows in sorted(by_rows)[:2]]
         checked = self._unchecked or ()
-        self._disturbed = None
-        todo = [each for each in reversed(wanted) if each in checked or not self._costs.is_stable(each)]
+        left = {*checked, *self._todo} if self._is_second_time else {*checked}
+        self._is_second_time = False
+        self._measured = {each: known for each, known in self._measured.items() if self._costs.is_stable(each)}
+        todo = [each for each in reversed(wanted) if each in left or not self._costs.is_stable(each)]
         self._todo = sorted(todo, key=lambda each: self._costs(each) <= MAX_SECONDS)  # the last one is the next
 
     def note_call(self, variant: Variant) -> None:
@@ -135,9 +138,6 @@ class CostProbe:
         """
         if self._todo:
             self._measure(self._todo[-1], is_needed)
-        if self._num_measured and not self._todo and self._disturbed is None:
-            self._todo = self._find_disturbed()
-            self._disturbed = set(self._todo)
         if self._num_measured and not self._todo:
             self._num_measured = 0
             try:
@@ -152,35 +152,42 @@ class CostProbe:
         return seconds
 
     def _measure(self, variant: Variant, is_needed: Callable[[], bool]) -> None:
-        if self._costs.least(variant) > MAX_SECONDS:
-            self._todo.pop()
+        if self._costs.least(variant) > MAX_SECONDS and not self._is_second_time:
+            self._end(variant)
             return
         try:
             seconds = self._timed(variant, is_needed)
         except Exception:
             logger.warning("the cost of %s could not be measured", variant, exc_info=True)
-            self._todo.pop()
+            self._end(variant)
             return
         if seconds is not None:
-            self._todo.pop()
             self._num_measured += 1
-            if self._disturbed and variant in self._disturbed:
-                self._disturbed.remove(variant)
+            if self._is_second_time:
                 seconds = min(seconds, self._measured[variant])
             ratio = seconds / self._costs(variant)
             self._costs.set(variant, seconds)
             self._measured[variant] = seconds
+            self._end(variant)
             if self._unchecked and variant in self._unchecked:
                 self._unchecked.remove(variant)
                 self._check(max(ratio, 1 / ratio))
 
-    def _find_disturbed(self) -> list[Variant]:
+    def _end(self, variant: Variant) -> None:
+        """Take a variant from the list. After the last one, list those to be measured a second time."""
+        left = [each for each in self._todo if each != variant]
+        if not left and not self._is_second_time:
+            self._is_second_time = True
+            left = self._slower_than_larger()
+        self._todo = left  # at once: other threads ask how many are left
+
+    def _slower_than_larger(self) -> list[Variant]:
         """Return the variants that took longer than one with at least as many rows, slots and logits in the same phase."""
         return [
             variant
             for variant, seconds in self._measured.items()
             if any(
-                seconds > DISTURBED * others and other.phase == variant.phase and _does_more(other, variant)
+                seconds > SLOWER * others and other.phase == variant.phase and _does_more(other, variant)
                 for other, others in self._measured.items()
             )
         ]
@@ -195,7 +202,6 @@ class CostProbe:
         """Measure these variants again at the next rest."""
         for variant in list(variants):
             self._costs.doubt(variant)
-            self._measured.pop(variant, None)
         self.choose(self._programs)
 
     def _timed(self, variant: Variant, is_needed: Callable[[], bool]) -> float | None:

@@ -53,7 +53,7 @@ class Condition(threading.Condition):
 
 
 class InterruptibleFuture(Future[Result]):
-    """A future that a thread of ours ends: Ctrl-C in a thread that waits for it does not leave its lock taken."""
+    """A future that a thread of ours ends: Ctrl-C in its ``result`` does not leave the lock taken that the other thread needs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -129,33 +129,121 @@ class DisturbedAtFirst(TimedProgram):
         return super().run() * (3 if self.num_runs < self.num_slow else 1)
 
 
-def test_a_prompt_that_took_longer_than_a_larger_one_is_measured_again():
+@pytest.mark.parametrize("factor", [1.0, 3.0])
+def test_a_prompt_that_took_longer_than_a_larger_one_is_measured_again(factor):
     """A prompt of 16 tokens ran in two calls of 8 rows, because that of 16 had been measured while the machine was slow."""
-    disturbed = Variant(16, 0)
-    programs, costs = {variant: TimedProgram(true_cost(variant)) for variant in VARIANTS}, CostModel()
-    programs[disturbed] = DisturbedAtFirst(true_cost(disturbed), 4)
+    disturbed = Variant(16, 64)
+    programs, costs = {variant: TimedProgram(factor * true_cost(variant)) for variant in VARIANTS}, CostModel()
+    programs[disturbed] = DisturbedAtFirst(factor * true_cost(disturbed), 4)
+    assert 3 * 3.0 * true_cost(disturbed) > MAX_SECONDS
     probe, told = CostProbe(programs, costs), []
     probe.when_done(lambda: told.append(costs.measured))
     probe.choose(programs)
     measured_all(probe)
-    assert costs(disturbed) == pytest.approx(true_cost(disturbed))
+    assert costs(disturbed) == pytest.approx(factor * true_cost(disturbed))
     assert told == [costs.measured], "when nothing is left"
-    assert [each for each in worth_measuring(VARIANTS) if programs[each].num_runs > 20] == []
 
 
-def test_a_call_that_is_dear_by_itself_is_measured_twice_and_a_slower_second_time_is_not_believed():
-    dear, worse = Variant(16, 0), Variant(16, 64)
-    programs, costs = {variant: TimedProgram(true_cost(variant)) for variant in VARIANTS}, CostModel()
-    programs[dear] = TimedProgram(0.06)
+def measured_times(probe, monkeypatch):
+    """Return a list that gets each variant whose time is taken."""
+    times, timed = [], probe._timed
+    monkeypatch.setattr(probe, "_timed", lambda variant, is_needed: times.append(variant) or timed(variant, is_needed))
+    return times
+
+
+def measured_until(probe, times, variant):
+    while variant not in times:
+        probe.measure_next(lambda: False)
+
+
+def probe_of(seconds):
+    """Return programs that take ``seconds``, their costs, and a probe that has chosen what to measure."""
+    programs, costs = {variant: TimedProgram(each) for variant, each in seconds.items()}, CostModel()
     probe = CostProbe(programs, costs)
     probe.choose(programs)
-    programs[worse].seconds = 0.05
-    while probe.num_left > 1 or costs.measured.get(worse) is None:
-        probe.measure_next(lambda: False)
-    programs[worse].seconds = 0.07
+    return programs, costs, probe
+
+
+SMALL, LARGE = Variant(16, 0), Variant(32, 0)
+
+
+@pytest.mark.parametrize(("seconds", "num_times"), [(0.0321, 1), (0.0339, 2)])
+def test_a_call_that_is_dear_by_itself_is_measured_twice(seconds, num_times, monkeypatch):
+    _, costs, probe = probe_of({SMALL: seconds, LARGE: 0.03})
+    times = measured_times(probe, monkeypatch)
     measured_all(probe)
-    assert costs(dear) == 0.06
-    assert costs(worse) == 0.05
+    assert times.count(SMALL) == num_times
+    assert times.count(LARGE) == 1
+    assert costs(SMALL) == seconds
+
+
+def test_a_slower_second_time_is_not_believed(monkeypatch):
+    programs, costs, probe = probe_of({SMALL: 0.05, LARGE: 0.03})
+    times = measured_times(probe, monkeypatch)
+    measured_until(probe, times, LARGE)
+    assert times == [SMALL, LARGE]
+    assert probe.num_left == 1, "the second time"
+    programs[SMALL].seconds = 0.07
+    measured_all(probe)
+    assert times == [SMALL, LARGE, SMALL]
+    assert costs(SMALL) == 0.05
+
+
+def test_whoever_asks_sees_what_is_left_until_the_second_time_is_over(monkeypatch):
+    _, _, probe = probe_of({SMALL: 0.05, LARGE: 0.03})
+    compare, left = probe._slower_than_larger, []
+    monkeypatch.setattr(probe, "_slower_than_larger", lambda: left.append(probe.num_left) or compare())
+    measured_all(probe)
+    assert left == [1], "as another thread sees it meanwhile"
+
+
+def test_what_is_chosen_before_the_second_time_is_measured_too(monkeypatch):
+    added = Variant(64, 0)
+    programs, costs, probe = probe_of({SMALL: 0.05, LARGE: 0.03})
+    times = measured_times(probe, monkeypatch)
+    measured_until(probe, times, LARGE)
+    programs[added] = TimedProgram(0.04)
+    programs[SMALL].seconds = 0.02
+    probe.choose(programs)
+    told = []
+    probe.when_done(lambda: told.append(costs.measured))
+    measured_all(probe)
+    assert times[2:] in ([added, SMALL], [SMALL, added])
+    assert told == [{SMALL: 0.02, LARGE: 0.03, added: 0.04}]
+
+
+def test_a_choice_that_finds_nothing_new_does_not_end_the_second_time(monkeypatch):
+    programs, costs, probe = probe_of({SMALL: 0.05, LARGE: 0.03})
+    times, told = measured_times(probe, monkeypatch), []
+    probe.when_done(lambda: told.append(costs.measured))
+    measured_until(probe, times, LARGE)
+    programs[SMALL].seconds = 0.02
+    probe.choose(programs)
+    measured_all(probe)
+    assert told == [{SMALL: 0.02, LARGE: 0.03}]
+
+
+def test_calls_of_a_new_program_are_not_compared_with_the_one_that_it_replaced():
+    programs, costs, probe = probe_of({SMALL: 0.01, LARGE: 0.03})
+    measured_all(probe)
+    costs.doubt(SMALL)
+    probe.choose(programs)
+    for _ in range(2 * FIRST_CALLS):
+        costs.update(SMALL, 0.06)
+        probe.note_call(SMALL)
+    assert costs.is_stable(LARGE)
+
+
+def test_the_lower_value_is_not_that_of_a_program_which_was_replaced(monkeypatch):
+    programs, costs, probe = probe_of({SMALL: 0.01, LARGE: 0.03})
+    measured_all(probe)
+    programs[SMALL].seconds = 0.06
+    costs.doubt(SMALL)
+    probe.choose(programs)
+    times = measured_times(probe, monkeypatch)
+    measured_all(probe)
+    assert times == [SMALL, SMALL]
+    assert costs(SMALL) == 0.06
 
 
 def test_a_chunk_is_not_compared_with_a_step_which_follows_its_like():
