@@ -75,8 +75,8 @@ class CostProbe:
 
     @property
     def is_done(self) -> bool:
-        """Whether no variant is left to measure now."""
-        return self._is_paused or not self._todo
+        """Whether nothing is left to do now: to measure, or to tell that all was measured."""
+        return self._is_paused or not (self._todo or self._num_measured)
 
     def pause(self) -> None:
         """Measure nothing until ``resume``: programs are compiled beside the engine."""

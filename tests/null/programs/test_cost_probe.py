@@ -223,6 +223,19 @@ def test_a_choice_that_finds_nothing_new_does_not_end_the_second_time(monkeypatc
     assert told == [{SMALL: 0.02, LARGE: 0.03}]
 
 
+def test_the_end_is_told_too_if_calls_of_requests_have_measured_what_was_left(monkeypatch):
+    programs, costs, probe = probe_of({SMALL: 0.02, LARGE: 0.03})
+    told = []
+    probe.when_done(lambda: told.append(costs.measured))
+    probe.measure_next(lambda: False)
+    for _ in range(STABLE_CALLS):
+        costs.update(LARGE, 0.03)
+    probe.choose(programs)
+    assert not probe.num_left
+    measured_all(probe)
+    assert told == [{SMALL: 0.02, LARGE: pytest.approx(0.03)}]
+
+
 def test_calls_of_a_new_program_are_not_compared_with_the_one_that_it_replaced():
     programs, costs, probe = probe_of({SMALL: 0.01, LARGE: 0.03})
     measured_all(probe)
