@@ -213,10 +213,14 @@ class EncoderPipeline:
 
     def _end(self, kind: str, start: str) -> Vectors:
         """Return what was begun last of a kind; ``start`` is the method that begins it."""
-        request = self._begun.pop(kind, None)
+        request = self._begun.get(kind)
         if request is None:
             raise ConfigError(f"no {kind} was begun: call {start} first")
-        return request.wait()
+        try:
+            return request.collect()
+        finally:
+            if request.future.done():  # after Ctrl-C it goes on, and may be waited for again
+                self._begun.pop(kind, None)
 
 
 def _close(served: ServedEncoder, tokenizer: TextTokenizer) -> None:

@@ -200,12 +200,9 @@ class EngineConnection:
         self._notices.put(Message(message.kind, self._handle, QUESTION + next(self._numbers), body=message.body))
 
     def close(self) -> None:
-        """End this program's requests, and give the model back. A second call does nothing."""
+        """End this program's requests, and give the model back. A second call ends what an interrupted one has left."""
         with self._lock:
-            was_closed = self._is_closed
             self._is_closed = True
-        if was_closed:
-            return
         self._notices.put(None)
         self._channel.shut()  # a thread that is sending returns as well
         self._notifier.join()

@@ -160,27 +160,31 @@ class EmbeddingRequest:
             self.news.put(None)
 
     def wait(self, on_progress: Callable[[int, int], None] | None = None) -> Vectors:
-        """Return the vectors when all are there; an exception, also of ``on_progress`` and Ctrl-C, cancels the request.
+        """Return what ``collect`` returns; an exception, also of ``on_progress`` and Ctrl-C, cancels the request."""
+        try:
+            return self.collect(on_progress)
+        except BaseException:
+            self.future.cancel()
+            raise
+
+    def collect(self, on_progress: Callable[[int, int], None] | None = None) -> Vectors:
+        """Return the vectors when all are there. After an exception the request goes on.
 
         ``on_progress`` gets the number of texts that are done, and of all texts, on this thread. Raises ``StaticLLMError`` (a
         text failed, the deadline passed, or this is the thread of a device, which would wait for itself).
         """
         num_told = 0
-        try:
-            check_may_wait()
-            while not self.future.done():
-                with contextlib.suppress(queue.Empty):
-                    self.news.get(timeout=POLL_SECONDS)
-                if on_progress is not None and num_told < self.num_done:
-                    num_told = self.num_done
-                    on_progress(num_told, len(self.texts))
-            vectors = self.future.result()
-            if on_progress is not None and num_told < len(self.texts):
-                on_progress(len(self.texts), len(self.texts))
-            return vectors
-        except BaseException:
-            self.future.cancel()
-            raise
+        check_may_wait()
+        while not self.future.done():
+            with contextlib.suppress(queue.Empty):
+                self.news.get(timeout=POLL_SECONDS)
+            if on_progress is not None and num_told < self.num_done:
+                num_told = self.num_done
+                on_progress(num_told, len(self.texts))
+        vectors = self.future.result()
+        if on_progress is not None and num_told < len(self.texts):
+            on_progress(len(self.texts), len(self.texts))
+        return vectors
 
     def _may_end(self) -> bool:
         """Return True for the first end of a request that was not cancelled; tell waiting threads of one that was."""

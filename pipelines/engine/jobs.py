@@ -204,10 +204,9 @@ class JobSources:
         source.close()
 
     def close(self) -> None:
-        """Close all sources; a second call does nothing."""
+        """Close all sources; a second call does nothing, unless the first was interrupted."""
         with self._lock:
             self._is_closed = True
-            sources = self._sources
-            self._sources = {}
-        for source in sources.values():
+        for source in self._sources.values():
             source.close()
+            self.detach(source)  # not before it is closed: Ctrl-C may come between

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import os
 import threading
@@ -17,6 +18,8 @@ from staticllm.errors import ClosedError, StaticLLMError
 
 POLL_SECONDS = 0.5
 """The longest single wait of a caller: Ctrl-C takes effect after this time where it cannot interrupt a wait."""
+SOON_SECONDS = 0.05
+"""After this time Ctrl-C comes again that came where no exception may be raised."""
 CLOSE_SECONDS = 2.0
 """How long deleting a pipeline waits for it to close, in seconds."""
 Result = TypeVar("Result")
@@ -60,8 +63,34 @@ class InterruptibleFuture(Future[Result]):
         self._condition = Condition()
 
 
+class _Run:
+    """The run of a thread. An interrupted ``Thread.join`` of Python 3.11 takes a thread that runs for one that has ended."""
+
+    def __init__(self) -> None:
+        self.thread = threading.current_thread()
+        self.has_ended = False
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # taken until the end
+        self._lock.acquire()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs. In a forked child it does not exist."""
+        return not self.has_ended and os.getpid() == self._pid
+
+    def end(self) -> None:
+        """Note the end, and wake those that wait for it."""
+        self.has_ended = True
+        self._lock.release()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the end, for at most ``seconds``. If this is interrupted, the lock may stay taken after the end."""
+        if self._lock.acquire(timeout=seconds):
+            self._lock.release()
+
+
 class LazyThread:
-    """A daemon thread that begins at most once, whatever interrupts ``start``.
+    """A daemon thread that begins at most once, and whose end is known, whatever interrupts ``start`` and ``join``.
 
     A signal can raise ``KeyboardInterrupt`` in ``start`` when it is not known whether the thread begins; ``start`` may be called
     again then. So each thread asks itself whether it is the first: signals do not reach it.
@@ -70,7 +99,7 @@ class LazyThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._is_started = False
-        self._first: dict[str, threading.Thread | None] = {}  # under one key; None: none may begin any more
+        self._first: dict[str, _Run | None] = {}  # under one key; None: none may begin any more
 
     def start(self, run: Callable[[], None]) -> None:
         """Start the thread, unless it was, and wait until it runs; after ``join`` none does.
@@ -87,9 +116,12 @@ class LazyThread:
         self._is_started = True
 
     def _begin(self, run: Callable[[], None]) -> None:
-        own = threading.current_thread()
+        own = _Run()
         if self._first.setdefault("first", own) is own:
-            run()
+            try:
+                run()
+            finally:
+                own.end()
 
     @property
     def has_begun(self) -> bool:
@@ -99,23 +131,44 @@ class LazyThread:
     @property
     def is_current(self) -> bool:
         """Whether it is the calling thread."""
-        return self._first.get("first") is threading.current_thread()
+        first = self._first.get("first")
+        return first is not None and first.thread is threading.current_thread()
 
     def is_alive(self) -> bool:
         """Return whether it runs now."""
-        thread = self._first.get("first")
-        return thread is not None and thread.is_alive()
+        first = self._first.get("first")
+        return first is not None and first.is_alive
 
     def join(self, timeout: float | None = None) -> bool:
         """Let it not begin any more, and wait for its end, at most ``timeout`` seconds; return whether it has ended.
 
         On the thread itself this does not wait.
         """
-        thread = self._first.setdefault("first", None)
-        if thread is None or thread is threading.current_thread():
-            return thread is None
-        thread.join(timeout)
-        return not thread.is_alive()
+        first = self._first.setdefault("first", None)
+        if first is None or first.thread is threading.current_thread():
+            return first is None
+        until = None if timeout is None else time.monotonic() + timeout
+        while first.is_alive:
+            left = POLL_SECONDS if until is None else until - time.monotonic()
+            if left <= 0:
+                return False
+            first.wait(min(POLL_SECONDS, left))
+        first.thread.join(timeout)  # it ends now
+        return True
+
+
+def run_uninterrupted(work: Callable[[], None], name: str) -> None:
+    """Run what Ctrl-C must not end in the middle, from the main thread on one of its own: Ctrl-C ends the wait for it alone."""
+    if threading.current_thread() is not threading.main_thread():
+        work()
+        return
+    thread = LazyThread(name)
+    try:
+        thread.start(work)
+    except StaticLLMError:  # the system has no more threads, or the interpreter ends
+        work()
+    else:
+        thread.join()
 
 
 @contextmanager
@@ -164,8 +217,16 @@ def _close_elsewhere(close: Callable[[], None]) -> None:
         thread.start()
     except RuntimeError:  # the interpreter ends, or the system has no more threads
         run()
-    else:
+        return
+    try:
         thread.join(CLOSE_SECONDS)
+    except KeyboardInterrupt:  # in a finalizer it would be printed and lost: let it come once more, after it
+        start_thread(_interrupt_soon, "staticllm-interrupt")
+
+
+def _interrupt_soon() -> None:
+    time.sleep(SOON_SECONDS)
+    _thread.interrupt_main()
 
 
 @atexit.register

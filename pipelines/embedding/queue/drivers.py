@@ -22,7 +22,7 @@ from staticllm.pipelines.embedding.queue.policies import OneDevice
 from staticllm.pipelines.embedding.queue.text_queue import RequestEnding, TextQueue
 from staticllm.pipelines.engine.jobs import new_source_id
 from staticllm.pipelines.scheduling.interface import JobView
-from staticllm.system.threads import start_thread
+from staticllm.system.threads import run_uninterrupted, start_thread
 
 SLICE = 512
 """Texts that are admitted under one lock."""
@@ -131,8 +131,13 @@ class QueueDriver(ABC):
         """End requests, because the queue is closed. ``requests`` finds them, with the lock."""
         with self._lock:
             found = list(requests())
-        for request in found:
-            request.fail(ClosedError(_CLOSED))
+
+        def end() -> None:
+            for request in found:
+                request.fail(ClosedError(_CLOSED))
+
+        if found:
+            run_uninterrupted(end, "staticllm-close")
 
 
 class JobDriver(QueueDriver):

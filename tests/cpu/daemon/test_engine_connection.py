@@ -285,3 +285,21 @@ def test_an_interrupted_question_does_not_hold_the_thread_that_reads(peer, monke
         interrupt_in_enter(patch)
         assert connection.ask(Message(Kind.STATS)).kind is Kind.OK
     connection.close()  # waits for the thread that reads
+
+
+def test_a_second_close_ends_what_an_interrupted_one_has_left(peer, monkeypatch):
+    connection, interruptions = EngineConnection(peer, 1, lambda: None), [KeyboardInterrupt]
+    join = connection._notifier.join
+    monkeypatch.setattr(
+        connection._notifier, "join", lambda: join() if not interruptions else _raise(interruptions.pop())
+    )
+    with pytest.raises(KeyboardInterrupt):
+        connection.close()
+    assert not peer.is_closed
+    connection.close()
+    assert peer.is_closed
+    assert not connection._thread.is_alive()
+
+
+def _raise(error):
+    raise error

@@ -13,6 +13,7 @@ from support.encoders.encoder_models import Alone, encoder_directory, write
 from staticllm.core import ProgressEvent
 from staticllm.devices import get_core
 from staticllm.errors import ConfigError, ModelError, PromptError
+from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 
 pytestmark = pytest.mark.usefixtures("shared_lowering")
@@ -144,6 +145,20 @@ def test_texts_can_be_begun_and_waited_for(pipe):
     np.testing.assert_allclose(pipe.wait_embed_documents(), pipe.embed_documents(TEXTS), atol=1e-6)
     with pytest.raises(ConfigError, match="start_embed_query_async"):
         pipe.wait_embed_query()
+
+
+def test_texts_that_were_begun_can_be_waited_for_again_after_ctrl_c(pipe, monkeypatch):
+    def interrupted(self, on_progress=None):
+        raise KeyboardInterrupt
+
+    pipe.start_embed_documents_async(TEXTS)
+    with monkeypatch.context() as patch:
+        patch.setattr(EmbeddingRequest, "collect", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pipe.wait_embed_documents()
+    np.testing.assert_allclose(pipe.wait_embed_documents(), pipe.embed_documents(TEXTS), atol=1e-6)
+    with pytest.raises(ConfigError, match="start_embed_documents_async"):
+        pipe.wait_embed_documents()
 
 
 def test_progress_is_told_on_the_callers_thread_and_its_error_ends_the_call(pipe):

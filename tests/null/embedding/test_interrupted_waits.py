@@ -5,10 +5,13 @@ import time
 
 import numpy as np
 import pytest
+from support.encoders.fake_encoders import Adder
 
+from staticllm.errors import ClosedError
 from staticllm.pipelines.embedding import embedding_request
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest, RequestFuture
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
+from staticllm.pipelines.embedding.queue.drivers import JobDriver
 from staticllm.system.threads import start_thread
 from tests.support.interrupts import interrupt_in_enter
 
@@ -29,6 +32,23 @@ def test_an_interrupted_wait_leaves_the_future_to_the_thread_of_the_device(monke
     assert told[-1] == (2, 2)
     ends.join(SECONDS)
     assert not ends.is_alive()
+
+
+def test_the_main_thread_does_not_end_requests_because_ctrl_c_could_come_between(monkeypatch):
+    """A request whose end had begun was never ended: its reader waited for good."""
+    queue, names = JobDriver(Adder(), 1000), []
+    fail = EmbeddingRequest.fail
+    monkeypatch.setattr(
+        EmbeddingRequest, "fail", lambda *given: names.append(threading.current_thread().name) or fail(*given)
+    )
+    requests = [request_of() for _ in range(3)]
+    for each in requests:
+        queue.submit(each)
+    queue.close()
+    assert names == ["staticllm-close"] * 3
+    for each in requests:
+        with pytest.raises(ClosedError):
+            each.future.result(0)
 
 
 def test_callbacks_run_after_the_start_of_their_thread_was_interrupted(monkeypatch):

@@ -13,6 +13,7 @@ from staticllm.pipelines.engine.jobs import JobSources, new_source_id
 from staticllm.pipelines.scheduling.interface import JobView
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.testing import fake_answer, fake_engine, fake_request, run_to_end
+from tests.support.interrupts import InterruptionError
 
 PROMPT = list(range(2, 30))
 
@@ -232,3 +233,19 @@ def test_a_job_that_was_held_for_a_prompt_runs_when_none_came(monkeypatch):
     assert source.has_ended.wait(60)
     assert len(moments) == 3
     engine.close()
+
+
+def test_a_source_is_closed_by_the_second_call_if_the_first_was_interrupted():
+    sources, source, closed = JobSources(), Counter(2), []
+
+    def interrupted():
+        raise InterruptionError
+
+    sources.add(source)
+    source.close = interrupted
+    with pytest.raises(InterruptionError):
+        sources.close()
+    source.close = lambda: closed.append(1)
+    for _ in range(2):
+        sources.close()
+    assert closed == [1]
