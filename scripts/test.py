@@ -22,6 +22,8 @@ plugin's kernels leave some behind."""
 
 
 def main() -> None:
+    if {"-h", "--help"} & set(sys.argv):
+        print(__doc__)
     python = ensure_environment("test", *(OPTIONAL if "--all" in sys.argv else ()))
     workers = min((os.cpu_count() or 1) + 1, MAX_WORKERS)
     # A worker that dies ends the run and is named: with one in its place, xdist may wait forever for tests that have run.

@@ -311,7 +311,7 @@ def _parts_table(heading: str, found: Sequence[TimeParts]) -> list[str]:
 def _remark(parts: TimeParts) -> str:
     programs = parts.programs if len(parts.programs) <= NUM_KINDS else (parts.programs[0], "…", parts.programs[-1])
     own = f"by its own record {parts.own_ms:.3f} ms, of these {parts.own_calls_ms:.3f} ms in calls"
-    counters = f"calls with counters take {parts.slowdown:+.1%}, which leave at most {parts.cut_ms:.3f} ms of nodes out"
+    counters = f"calls with counters take {1 + parts.slowdown:.2f} times as long, and cut at most {parts.cut_ms:.3f} ms of nodes"
     text = f"{parts.pipeline}: {', '.join(programs)}; {own}; {counters}"
     if abs(parts.deviation) > MOST_DEVIATION:
         text += f"; more than {MOST_DEVIATION:.0%} off: work beside the calls disturbed them"

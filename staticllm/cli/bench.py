@@ -390,7 +390,11 @@ GROUPS = {"Reports instead of speeds": tuple(REPORTS), "Output": ("output", "as_
 @flag("--divergence", "Only compare the settings of this CPU with the original in f32.")
 @value("--text", click.Path(), "With --divergence: a text to measure with, in place of texts that the model writes.")
 @flag("--nodes", "Only divide the time of calls among the kinds of nodes that the device runs.")
-@flag("--where", "Only divide the time of prompts and decode steps: nodes, the rest of calls, host; beside GenAI's.")
+@flag(
+    "--where",
+    "Only divide the time of prompts (128 and 512 tokens by default) and decode steps (32 after 128): nodes, the rest of calls, "
+    "host; beside GenAI's.",
+)
 @layout_options
 def command(model: str, **options: Any) -> None:
     """Measure MODEL, or the embedded demo model: prompts (pp), generation (tg), concurrent requests (c)."""
