@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from staticllm.errors import ClosedError, as_ours, pipeline_closed
 from staticllm.pipelines.engine.jobs import Asked, new_source_id, request_priority
 from staticllm.pipelines.scheduling.interface import JobView
-from staticllm.system.threads import InterruptibleFuture
+from staticllm.system.threads import InterruptibleFuture, run_uninterrupted
 
 if TYPE_CHECKING:
     from staticllm.pipelines.engine.engine import Engine
@@ -145,13 +145,17 @@ class QueuedCalls:
         """End what waits with a ``ClosedError``, and return after the call that runs now."""
         with self._lock:
             self._is_closing = True
+        run_uninterrupted(self._end_waiting, "staticllm-close")
+        with self._in_use:
+            self.release()
+
+    def _end_waiting(self) -> None:
+        with self._lock:
             waiting = list(self._waiting)
             self._waiting.clear()
         for each in waiting:
             if each.result.set_running_or_notify_cancel():
                 each.result.set_exception(ClosedError(_CLOSED))
-        with self._in_use:
-            self.release()
 
     def release(self) -> None:
         """Drop what the calls need; no call runs afterwards."""

@@ -218,9 +218,8 @@ class SpeechModel:
 
     def close(self) -> None:
         """End all windows, and release the device. A second call does nothing."""
-        on_close = self._on_close
-        self._on_close = lambda: None  # it holds programs
-        on_close()
+        self._on_close()
+        self._on_close = lambda: None  # it held programs
         self.launched.close()
         if self.own_host is not None:
             self.own_host.close()

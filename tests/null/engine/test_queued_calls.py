@@ -147,3 +147,11 @@ def test_an_interrupted_reader_does_not_hold_the_device(calls, monkeypatch):
         assert found.result(20) == "a after 4"
     device.join(20)
     assert not device.is_alive()
+
+
+def test_the_main_thread_does_not_end_calls_because_ctrl_c_could_come_between(calls):
+    ended = []
+    for name in "abc":
+        calls.submit(name).add_done_callback(lambda _: ended.append(threading.current_thread().name))
+    calls.queue.close()
+    assert ended == ["staticllm-close"] * 3
