@@ -219,8 +219,8 @@ class EncoderPipeline:
         try:
             return request.collect()
         finally:
-            if request.future.done():  # after Ctrl-C it goes on, and may be waited for again
-                self._begun.pop(kind, None)
+            if request.future.done() and self._begun.get(kind) is request:  # after Ctrl-C it goes on, to be waited for again
+                del self._begun[kind]
 
 
 def _close(served: ServedEncoder, tokenizer: TextTokenizer) -> None:
