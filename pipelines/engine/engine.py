@@ -36,7 +36,7 @@ from staticllm.pipelines.profiling.stats import Profiler, Stats
 from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.system.threads import LazyThread, check_may_wait, check_process, owned_device
+from staticllm.system.threads import LazyThread, check_may_wait, check_process, owned_device, run_uninterrupted
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -382,8 +382,13 @@ class Engine:
             return  # it ends when everything has ended, and then closes the core
         self._thread.join()
         if not self._thread.has_begun:
-            self._end_rest()
+            run_uninterrupted(self._leave, "staticllm-close")
         self._close_parts()
+
+    def _leave(self) -> None:
+        """End what is left, in place of the engine's thread. A second call waits for the first."""
+        with self.in_use:
+            self._end_rest()
 
     def _close_parts(self) -> None:
         self._device_use.close()

@@ -14,6 +14,7 @@ from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.request import EngineText
 from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import JobView, Policy, View
+from staticllm.system.threads import run_uninterrupted
 
 
 class HostedEngine(Engine):
@@ -119,11 +120,14 @@ class HostedEngine(Engine):
             self.host.detach_jobs(source)
         for source in self._sources:
             source.close()
-        with self.in_use:
-            self._has_ended = True
-            self._end_rest()
+        run_uninterrupted(self._leave, "staticllm-close")
         with self._lock:
             self._wake.notify_all()
+
+    def _leave(self) -> None:
+        with self.in_use:
+            self._has_ended = True
+            super()._leave()
 
     def _start(self) -> None:
         """Join the host if necessary, and wake it. The caller holds the lock."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import pairwise
 
 import pytest
@@ -200,3 +201,15 @@ def test_the_host_posts_its_tokens_while_a_step_of_the_other_runs():
     device.run(recording, is_over=lambda: len(counts) > 20)
     assert len(counts) > 20
     assert all(num_posted == num_chosen for num_posted, num_chosen in counts)
+
+
+def test_the_main_thread_does_not_end_requests_because_ctrl_c_could_come_between():
+    """Those that it had taken from the inbox were never ended: transcriptions waited for good."""
+    device, ended = Device(), []
+    wanted = [request(TEXT, clock=device.clock) for _ in range(3)]
+    for each in wanted:
+        each.queue.add_listener(lambda output: ended.append(threading.current_thread().name))
+        device.speech.submit_state(each)
+    device.speech.close()
+    assert ended == ["staticllm-close"] * 3
+    device.chat.close()

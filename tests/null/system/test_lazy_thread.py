@@ -120,6 +120,7 @@ def test_ctrl_c_ends_the_wait_for_what_must_not_be_interrupted_and_not_the_work(
         run_uninterrupted(work, "through")
     may_end.set()
     run_uninterrupted(work, "again")
+    assert named("through", 0)
     assert sorted(done) == ["again", "through"]
 
 
@@ -212,12 +213,15 @@ def test_an_engine_whose_only_submission_was_interrupted_closes(drain, monkeypat
     engine = fake_engine(make_policy("dynamic"))
     request = fake_request([1, 2, 3], 5)
     engine.enqueue([request])
+    ended = []
+    request.queue.add_listener(lambda output: ended.append(threading.current_thread().name))
     interrupt(monkeypatch, "staticllm-engine", has_begun=False)
     with pytest.raises(KeyboardInterrupt):
         engine.submit_state(fake_request([4, 5], 5))
     engine.close(drain)
     end = request.queue.get(timeout=SECONDS)
     assert isinstance(end, Finished) and end.reason is FinishReason.CANCELLED
+    assert ended == ["staticllm-close"], "Ctrl-C does not reach it"
 
 
 def test_jobs_have_one_thread(monkeypatch):
