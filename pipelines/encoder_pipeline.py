@@ -219,7 +219,9 @@ class EncoderPipeline:
         try:
             return request.collect()
         finally:
-            if request.future.done() and self._begun.get(kind) is request:  # after Ctrl-C it goes on, to be waited for again
+            if (
+                request.future.done() and self._begun.get(kind) is request
+            ):  # after Ctrl-C it goes on, to be waited for again
                 del self._begun[kind]
 
 

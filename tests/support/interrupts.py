@@ -1,24 +1,6 @@
 """Ctrl-C at a moment that a test chooses."""
 
-import os
-import signal
 import threading
-from contextlib import contextmanager
-
-import pytest
-
-MAIN_THREAD_GETS_SIGINT = pytest.mark.skipif(os.name == "nt", reason="sends SIGINT to itself")
-
-
-@contextmanager
-def sigint_after(seconds):
-    """Let Ctrl-C come in this block, in the main thread."""
-    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.join()
 
 
 class InterruptionError(Exception):

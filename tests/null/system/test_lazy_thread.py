@@ -1,6 +1,8 @@
 """A thread that begins once, even if a signal interrupts whoever starts it."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -14,7 +16,6 @@ from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.system import threads
 from staticllm.system.threads import LazyThread, run_uninterrupted, start_thread
 from staticllm.testing import fake_answer, fake_engine, fake_pipeline, fake_request
-from tests.support.interrupts import MAIN_THREAD_GETS_SIGINT, sigint_after
 
 SECONDS = 20
 
@@ -71,22 +72,6 @@ def test_it_begins_once_and_ends(monkeypatch):
     assert len(runs) == 1, "it has ended"
 
 
-@MAIN_THREAD_GETS_SIGINT
-@pytest.mark.parametrize("timeout", [None, SECONDS])
-def test_an_interrupted_join_does_not_take_a_thread_that_runs_for_one_that_has_ended(timeout):
-    """As ``Thread.join`` of Python 3.11 does. Whatever the thread used was closed under it."""
-    may_end, lazy = threading.Event(), LazyThread("lazy")
-    lazy.start(lambda: may_end.wait(SECONDS))
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt), sigint_after(0.05):
-            lazy.join(timeout)
-        assert lazy.is_alive()
-        assert not lazy.join(0.05)
-    may_end.set()
-    assert lazy.join(timeout)
-    assert not lazy.is_alive()
-
-
 def test_a_thread_that_raises_has_ended(monkeypatch):
     monkeypatch.setattr(threading, "excepthook", lambda found: None)
     lazy = LazyThread("lazy")
@@ -108,22 +93,6 @@ def test_a_child_that_was_forked_does_not_wait_for_it():
     assert lazy.join(SECONDS)
 
 
-@MAIN_THREAD_GETS_SIGINT
-def test_ctrl_c_ends_the_wait_for_what_must_not_be_interrupted_and_not_the_work():
-    done, may_end = [], threading.Event()
-
-    def work():
-        may_end.wait(SECONDS)
-        done.append(threading.current_thread().name)
-
-    with pytest.raises(KeyboardInterrupt), sigint_after(0.05):
-        run_uninterrupted(work, "through")
-    may_end.set()
-    run_uninterrupted(work, "again")
-    assert named("through", 0)
-    assert sorted(done) == ["again", "through"]
-
-
 def test_what_must_not_be_interrupted_runs_without_more_threads_too(monkeypatch):
     def refuse(run, name):
         raise StaticLLMError("no more threads")
@@ -134,17 +103,14 @@ def test_what_must_not_be_interrupted_runs_without_more_threads_too(monkeypatch)
     assert done == [threading.main_thread()]
 
 
-@MAIN_THREAD_GETS_SIGINT
-def test_ctrl_c_while_something_is_deleted_comes_after_it():
-    """An exception in a finalizer is printed and lost."""
-    may_end, order = threading.Event(), []
-    with pytest.raises(KeyboardInterrupt):
-        with sigint_after(0.05):
-            threads._close_elsewhere(lambda: may_end.wait(SECONDS))
-            order.append("deleted")
-        time.sleep(SECONDS)
-    assert order == ["deleted"]
-    may_end.set()
+@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT to a child")
+def test_threads_under_ctrl_c(root):
+    """In a process without OpenVINO, whose plugins leave signal stacks behind."""
+    tests = root / "tests" / "support" / "engine" / "interrupted_threads.py"
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "--noconftest", str(tests)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=root)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed" in done.stdout
 
 
 def test_none_begins_after_it_was_joined(monkeypatch):
