@@ -219,9 +219,8 @@ class EncoderPipeline:
         try:
             return request.collect()
         finally:
-            if (
-                request.future.done() and self._begun.get(kind) is request
-            ):  # after Ctrl-C it goes on, to be waited for again
+            is_over = request.future.done()  # not after Ctrl-C: it goes on, and may be waited for again
+            if is_over and self._begun.get(kind) is request:
                 del self._begun[kind]
 
 
