@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from staticllm.compiler_passes.graph.step_graph import StepGraph
+from staticllm.compiler_passes.inputs.expose_factors import expose_factors
 from staticllm.compiler_passes.inputs.expose_mask import expose_mask
 from staticllm.compiler_passes.inputs.expose_positions import expose_positions
 from staticllm.compiler_passes.npu_forms import NPU_FORMS
@@ -33,8 +34,9 @@ DECODER: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
         Pass("mend_broadcasts", lambda graph, options: mend_broadcasts(graph)),
         Pass("keep_new_rows", lambda graph, options: keep_new_rows(graph)),
         Pass("fix_cache_position", lambda graph, options: fix_cache_position(graph)),
-        Pass("expose_mask", lambda graph, options: expose_mask(graph, options.max_kv_len)),
-        Pass("expose_positions", lambda graph, options: expose_positions(graph, options.max_kv_len)),
+        Pass("expose_mask", lambda graph, options: expose_mask(graph, options.max_len)),
+        Pass("expose_positions", lambda graph, options: expose_positions(graph, options.max_len)),
+        Pass("expose_factors", lambda graph, options: expose_factors(graph, options.max_len)),
         Pass("select_logits", lambda graph, options: select_logits(graph)),
         Pass("group_queries", lambda graph, options: group_queries(graph)),
         Pass("decompose_attention", lambda graph, options: decompose_attention(graph)),

@@ -85,6 +85,7 @@ def _shape_of(graph: StepGraph) -> ModelShape:
         cross_states=tuple(graph.cross_states),
         source_len=graph.source_len,
         num_sources=graph.num_sources,
+        rope_limits=graph.rope_limits,
     )
     check_inputs(graph.model, input_names(shape), "lower")
     return shape

@@ -23,13 +23,13 @@ Options = TypeVar("Options")
 class LoweringOptions:
     """The options of the passes.
 
-    ``max_kv_len``: the largest KV length of any variant. ``kv_type``: the element type of the KV slots. If the model's head is
+    ``max_len``: the most tokens of a sequence. ``kv_type``: the element type of the KV slots. If the model's head is
     cut, ``is_normalised`` says whether embeddings have length 1. ``adapters``: the shapes of adapters that become inputs,
     of the element type ``adapter_type``. ``source_len`` and ``num_sources``: the frames of a source of cross-attention, and how
     many sources its inputs hold.
     """
 
-    max_kv_len: int
+    max_len: int
     kv_type: KVType = "f32"
     is_normalised: bool = True
     adapters: tuple[AdapterLayout, ...] = ()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from bisect import bisect_left
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,7 @@ class KVCache:
         self.kv_lens = sorted(set(kv_lens) - {0})
         self.num_slots = self.kv_lens[-1]
         self.kv_states = shape.kv_states
+        self.rope_limits = shape.rope_limits
         self.slot_bytes = shape.slot_bytes
         self.arena = Arena(shape.kv_states, self.num_slots, allocate)
         self.slots = SlotAllocator(self.num_slots)
@@ -48,7 +51,7 @@ class KVCache:
         self.cross = CrossBank(shape, allocate)
         self._masks = MaskBuilder()
         state_specs = tuple((array.shape, array.dtype) for array in self.states.past)
-        self.layout = StoredLayout(self.arena.groups, state_specs, shape.vocab_size)
+        self.layout = StoredLayout(self.arena.groups, state_specs, shape.vocab_size, len(shape.rope_limits) + 1)
         self.is_void = False
         self._open: weakref.WeakSet[KVSequence] = weakref.WeakSet()
 
@@ -61,6 +64,28 @@ class KVCache:
         sequence = KVSequence(self.num_slots, conditions)
         self._open.add(sequence)
         return sequence
+
+    def factors_of(self, length: int) -> int:
+        """Return which RoPE factors the model takes for a text of ``length`` tokens: the number of limits that it exceeds."""
+        return bisect_left(self.rope_limits, length)
+
+    def conditions_at(self, conditions: Conditions, length: int) -> Conditions:
+        """Return the conditions of keys in a text of ``length`` tokens, whatever factors the given ones have."""
+        return replace(conditions, factors=self.factors_of(length))
+
+    def left_of_factors(self, length: int) -> int:
+        """Return how many tokens may follow ``length`` ones before the model takes other RoPE factors."""
+        factors = self.factors_of(length)
+        return self.rope_limits[factors] - length if factors < len(self.rope_limits) else sys.maxsize
+
+    def has_outgrown(self, conditions: Conditions, length: int) -> bool:
+        """Return whether the model takes other RoPE factors for ``length`` tokens than those of keys under these conditions."""
+        return conditions.factors != self.factors_of(length)
+
+    def renew(self, sequence: KVSequence, length: int) -> None:
+        """Free the tokens of an active sequence, so that they are computed with the factors of a text of ``length`` tokens."""
+        self.cut(sequence, 0)
+        sequence.conditions = self.conditions_at(sequence.conditions, length)
 
     def fork(self, sequence: KVSequence, length: int) -> KVSequence:
         """Return a new sequence with the first ``length`` tokens of another. Both share the slots of these tokens."""
@@ -161,6 +186,8 @@ class KVCache:
         buffers.position_ids.fill(0)
         buffers.logit_rows.fill(0)
         buffers.adapter_scales.fill(0)
+        if buffers.rope_factors is not None:
+            buffers.rope_factors.fill(0)
         if buffers.cross_mask is not None:
             self.cross.show(self.cross.num_sources if buffers.sees_all_sources else self.cross.num_seen)
             buffers.see_sources(self.cross.num_shown)
@@ -174,6 +201,8 @@ class KVCache:
             conditions = segment.sequence.conditions
             if conditions.adapters:
                 buffers.adapter_scales[0, start : start + count] = conditions.adapters
+            if buffers.rope_factors is not None:
+                buffers.rope_factors[0, start : start + count] = conditions.factors
             if buffers.cross_mask is not None and conditions.source:
                 buffers.cross_mask[0, 0, start : start + count, self.cross.frames_of(conditions.source)] = VISIBLE
             logit_rows.extend(range(start + count - segment.num_logits, start + count))

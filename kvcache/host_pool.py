@@ -80,6 +80,10 @@ class HostPool:
         self._swapped[owner] = stored
         self._shrink()
 
+    def conditions_of(self, owner: int) -> Conditions:
+        """Return the conditions of the sequence of request ``owner``, which stays in the pool."""
+        return self._swapped[owner].conditions
+
     def take(self, owner: int) -> StoredSequence:
         """Remove the sequence of request ``owner`` from the pool and return it."""
         stored = self._swapped.pop(owner)

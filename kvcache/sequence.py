@@ -22,11 +22,13 @@ HEAD = 8
 class Conditions:
     """What keys and values depend on beside tokens and positions: those of other conditions are other numbers.
 
-    ``source``: the number of the source that its cross-attention sees (``CrossBank``); 0 without one.
+    ``source``: the number of the source that its cross-attention sees (``CrossBank``); 0 without one. ``factors``: which of the
+    model's RoPE factors they have, which follows from the length of the text (``KVCache.factors_of``).
     """
 
     adapters: AdapterScales = ()
     source: int = 0
+    factors: int = 0
 
 
 PLAIN = Conditions()
@@ -37,7 +39,7 @@ class KVSequence:
     """The tokens of one conversation. Token i has position i and arena slot ``slots[i]``. Only ``KVCache`` changes it.
 
     ``epoch`` counts the changes other than appending; a mask that was painted in another epoch must be repainted.
-    ``conditions`` are those under which all of its tokens are computed. ``is_idle``: whether its slots may be taken for others.
+    ``conditions`` are those under which all of its tokens were computed. ``is_idle``: whether its slots may be taken for others.
     """
 
     def __init__(self, num_slots: int, conditions: Conditions = PLAIN) -> None:

@@ -12,7 +12,7 @@ import hmac
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from staticllm.errors import SnapshotError
 from staticllm.kvcache.finite import is_finite
+from staticllm.kvcache.sequence import Conditions
 from staticllm.kvcache.stored import StoredLayout, StoredSequence
 from staticllm.system.files import open_regular, whole_file
 
@@ -37,6 +38,7 @@ class _Header:
     num_tokens: int
     is_keyed: bool
     digest: str
+    factors: int | None = None  # which RoPE factors made the keys; None in files of versions that did not know
 
 
 def save(stored: StoredSequence, path: str | os.PathLike[str], identity: Identity, key: bytes = b"") -> None:
@@ -53,7 +55,7 @@ def save(stored: StoredSequence, path: str | os.PathLike[str], identity: Identit
     digest = _hash(key)
     for array in arrays:
         digest.update(_bytes_of(array))
-    header = msgspec.json.encode(_Header(dict(identity), len(stored.tokens), bool(key), digest.hexdigest()))
+    header = msgspec.json.encode(_header_of(stored, identity, key, digest.hexdigest()))
     try:
         with whole_file(target, mode=0o600) as file:
             file.write(MAGIC + len(header).to_bytes(4, "little") + _digest(header, key) + header)
@@ -61,6 +63,24 @@ def save(stored: StoredSequence, path: str | os.PathLike[str], identity: Identit
                 file.write(_bytes_of(array))
     except OSError as error:
         raise SnapshotError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+
+
+def _header_of(stored: StoredSequence, identity: Identity, key: bytes, digest: str) -> _Header:
+    return _Header(dict(identity), len(stored.tokens), bool(key), digest, stored.conditions.factors)
+
+
+def _factors_of(header: _Header, layout: StoredLayout, path: str | os.PathLike[str]) -> int:
+    """Return which of the model's RoPE factors made the keys. Raises ``SnapshotError`` (it is not known, or not one of them)."""
+    if layout.num_factors > 1 and header.factors is None:
+        raise SnapshotError(
+            f"{str(path)!r} was written by an earlier version, which did not note the RoPE factors: save it again"
+        )
+    factors = header.factors or 0
+    if not 0 <= factors < layout.num_factors:
+        raise SnapshotError(
+            f"{str(path)!r} has keys of RoPE factors {factors}, the model has {layout.num_factors}: save it again"
+        )
+    return factors
 
 
 def _target(path: str | os.PathLike[str]) -> Path:
@@ -101,7 +121,9 @@ def load(
                 raise SnapshotError(
                     f"{str(path)!r} has {count} tokens, HOST_KV_SLOTS is {max_tokens}: load the model with more"
                 )
-            return _read_body(file, path, layout, count, header.digest, key)
+            factors = _factors_of(header, layout, path)
+            stored = _read_body(file, path, layout, count, header.digest, key)
+            return replace(stored, conditions=Conditions(factors=factors))
     except MemoryError:
         raise SnapshotError(f"{str(path)!r} does not fit into memory: close something, or load it elsewhere") from None
 

@@ -76,6 +76,7 @@ class BufferPool:
         self.key_positions = np.zeros(sizes.columns if shape.has_distances else 0, np.int32)
         self.query_positions = np.zeros(sizes.rows if shape.has_distances else 0, np.int32)
         self.adapter_scales = np.zeros(sizes.rows * shape.num_adapters, np.float32)
+        self.rope_factors = np.zeros(sizes.rows if shape.rope_limits else 0, np.int32)
         self.cross_mask = np.zeros(sizes.rows * shape.cross_len, np.float32)
         dtype = HOST_TYPES[shape.adapter_type]
         self.adapters: dict[str, NDArray[Any]] = adapters or {
@@ -93,7 +94,7 @@ class StepBuffers:
     ``logits [1, R, vocab]`` f32, ``presents``: per group of states ``[n, heads, S, head_dim]``. ``adapter_scales
     [1, S, adapters]`` f32, and ``adapters``: port → the matrices of adapters, the same for all variants. ``cross_mask
     [1, 1, S, frames]`` f32, with cross-attention: of ``num_sources`` places for sources, which are all places if
-    ``sees_all_sources``. ``key_positions [1, 1, 1, T+S]`` and ``query_positions [1, 1, S, 1]`` int32, if the model takes them,
+    ``sees_all_sources``. ``rope_factors [1, S]`` int32, if the model has several sets of them, else None. ``key_positions [1, 1, 1, T+S]`` and ``query_positions [1, 1, S, 1]`` int32, if the model takes them,
     else None.
     """
 
@@ -111,6 +112,7 @@ class StepBuffers:
         self.key_positions = _front(pool.key_positions, 1, 1, 1, variant.kv_len + rows) if shape.has_distances else None
         self.query_positions = _front(pool.query_positions, 1, 1, rows, 1) if shape.has_distances else None
         self.adapter_scales = _front(pool.adapter_scales, 1, rows, shape.num_adapters)
+        self.rope_factors = _front(pool.rope_factors, 1, rows) if shape.rope_limits else None
         self.sees_all_sources = True
         self.num_sources = 0
         self.cross_mask: NDArray[np.float32] | None = None

@@ -48,11 +48,15 @@ class StoredSequence:
 
 @dataclass(frozen=True)
 class StoredLayout:
-    """The shapes and types that a stored sequence of a model must have. ``states`` has one entry per recurrent state."""
+    """The shapes and types that a stored sequence of a model must have. ``states`` has one entry per recurrent state.
+
+    ``num_factors``: how many sets of RoPE factors the model has.
+    """
 
     groups: tuple[StateGroup, ...]
     states: tuple[ArraySpec, ...]
     vocab_size: int
+    num_factors: int = 1
 
     def kv_shapes(self, count: int) -> list[ArraySpec]:
         """Return the shape ``[n, heads, count, head_dim]`` and the type of each group's keys or values."""

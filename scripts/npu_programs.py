@@ -32,7 +32,7 @@ def programs_to_check(zoo: Path) -> Iterator[tuple[str, ov.Model]]:
     for name in MODELS:
         model = get_core().read_model(zoo / name / "openvino_model.xml")
         passes = DECODER_UNMERGED.without("group_queries")
-        lowered = lower(model, LoweringOptions(max_kv_len=2 * KV_LEN, kv_type="f16"), passes)
+        lowered = lower(model, LoweringOptions(max_len=2 * KV_LEN, kv_type="f16"), passes)
         yield f"{name}, 1 row, {KV_LEN} KV slots", lowered.specialise(Variant(1, KV_LEN))
 
 

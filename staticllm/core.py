@@ -273,6 +273,7 @@ class ModelShape:
     cross_states: tuple[KVState, ...] = ()  # keys and values of cross-attention, of ``num_sources`` sources
     source_len: Count = 0  # the frames of one source
     num_sources: Count = 0
+    rope_limits: tuple[Size, ...] = ()  # lengths of a sequence after which its RoPE factors change, ascending
 
     @property
     def cross_len(self) -> int:

@@ -64,17 +64,19 @@ class PerfMetrics:
         self._num_input_tokens = 0
         self._num_generated_tokens = 0
         self._num_cached_tokens = 0
+        self._num_recomputed_tokens = 0
         self._draft_durations: list[float] = []  # microseconds per drafted token
         self._num_drafted_tokens = 0
         self._num_accepted_tokens = 0
         self._grammar_init_ms: dict[str, float] = {}  # by the compiler's name
         self.may_draft = False  # whether a draft model could draft the tokens
 
-    def count(self, num_input: int, num_generated: int, num_cached: int) -> None:
+    def count(self, num_input: int, num_generated: int, num_cached: int, num_recomputed: int = 0) -> None:
         """Add the token counts of one request."""
         self._num_input_tokens += num_input
         self._num_generated_tokens += num_generated
         self._num_cached_tokens += num_cached
+        self._num_recomputed_tokens += num_recomputed
 
     def count_drafts(
         self, num_drafted: int, num_accepted: int, seconds: Sequence[float] = (), may_draft: bool = False
@@ -108,6 +110,10 @@ class PerfMetrics:
     def get_num_cached_tokens(self) -> int:
         """Return the number of prompt tokens whose KV slots came from the prefix cache."""
         return self._num_cached_tokens
+
+    def get_num_recomputed_tokens(self) -> int:
+        """Return the number of tokens that ran again because a text became so long that the model takes other RoPE factors."""
+        return self._num_recomputed_tokens
 
     def get_num_draft_tokens(self) -> int:
         """Return the number of drafted tokens that were checked, by prompt lookup or by a draft model."""
@@ -193,6 +199,11 @@ class PerfMetrics:
         """Return the time per token after the second, ms."""
         return MeanStdPair.of([value / 1e3 for value in self.raw_metrics.m_durations[1:]])
 
+    @property
+    def _token_counts(self) -> tuple[int, int, int, int]:
+        counts = self._num_input_tokens, self._num_generated_tokens
+        return *counts, self._num_cached_tokens, self._num_recomputed_tokens
+
     def _ms(self, name: str) -> MeanStdPair:
         return MeanStdPair.of([value / 1e3 for value in getattr(self.raw_metrics, name)])
 
@@ -205,7 +216,7 @@ class PerfMetrics:
         )
         pooled = PerfMetrics(self._load_time, raw)
         for part in (self, other):
-            pooled.count(part._num_input_tokens, part._num_generated_tokens, part._num_cached_tokens)
+            pooled.count(*part._token_counts)
             seconds = [value / MICRO for value in part._draft_durations]
             pooled.count_drafts(part._num_drafted_tokens, part._num_accepted_tokens, seconds, part.may_draft)
             pooled._grammar_init_ms |= part._grammar_init_ms
@@ -221,7 +232,7 @@ class SpeculativePerfMetrics(PerfMetrics):
 
     def __init__(self, answer: PerfMetrics) -> None:
         super().__init__(answer.get_load_time(), answer.raw_metrics)
-        self.count(answer.get_num_input_tokens(), answer.get_num_generated_tokens(), answer.get_num_cached_tokens())
+        self.count(*answer._token_counts)
         seconds = [value / MICRO for value in answer._draft_durations]
         self.count_drafts(answer.get_num_draft_tokens(), answer.get_num_accepted_tokens(), seconds)
         self._grammar_init_ms = dict(answer._grammar_init_ms)

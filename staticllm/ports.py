@@ -22,6 +22,7 @@ TOKEN_TYPE_IDS, POOL, EMBEDDINGS, SCORES = "token_type_ids", "pool", "embeddings
 KEPT_ROWS, PAST, PRESENT = "kept_rows", "past.", "present."
 CROSS, CROSS_MASK = "cross.", "cross_mask"
 ADAPTER_SCALES = "adapter_scales"
+ROPE_FACTORS = "rope_factors"
 Range = tuple[int, int]
 """Smallest and largest size of an axis; equal if the size is fixed."""
 
@@ -150,6 +151,7 @@ PORTS = (
     Port(QUERY_POSITIONS, ("1", "1", "S", "1"), "int32"),
     Port(LOGIT_ROWS, ("R",), "int64"),
     Port(ADAPTER_SCALES, ("1", "S", "adapters"), "float32"),
+    Port(ROPE_FACTORS, ("1", "S"), "int32"),
     Port(r"adapter\.\d+\.a", ("rank", "in")),
     Port(r"adapter\.\d+\.b", ("out", "rank")),
     Port(LOGITS, ("1", "R", "vocab"), "float32"),
@@ -197,6 +199,8 @@ def input_names(shape: ModelShape) -> frozenset[str]:
     names |= {state.past_name for state in shape.kv_states} | {state.past_name for state in shape.recurrent_states}
     if shape.position_rank:
         names.add(POSITION_IDS)
+    if shape.rope_limits:
+        names.add(ROPE_FACTORS)
     if shape.cross_states:
         names |= {CROSS_MASK, *(state.past_name for state in shape.cross_states)}
     if shape.has_distances:

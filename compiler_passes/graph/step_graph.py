@@ -45,6 +45,7 @@ class StepGraph:
     layer_masks: list[str] = field(default_factory=list)  # label of each layer's mask
     query_heads: list[int] = field(default_factory=list)  # number in each layer, before they are grouped
     is_packable: bool = True  # whether several sequences can share a call
+    rope_limits: tuple[int, ...] = ()  # lengths of a sequence after which its RoPE factors change
     max_rows: int | None = None  # most rows that a call can process; None without a limit
     num_adapters: int = 0  # adapters that a row can have
     adapted: list[AdaptedGroup] = field(default_factory=list)  # matrices that they change

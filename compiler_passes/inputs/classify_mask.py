@@ -24,6 +24,8 @@ from staticllm.ports import ATTENTION_MASK, HIDDEN_BELOW, INPUT_IDS, INPUTS_EMBE
 
 STAGE = "expose_mask"
 TABLE_STEP = 256  # tokens whose masks are evaluated at once
+SHORTEST = 16
+"""The fewest tokens for which masks are evaluated."""
 BIAS_TOLERANCE = 1e-5  # of the largest bias: exporters compute it in f32
 Mask = NDArray[np.float32]
 Key = tuple[int, int]
@@ -67,30 +69,67 @@ def key_of(output: ov.Output) -> Key:
     return output.get_node().get_instance_id(), output.get_index()
 
 
-def classify(model: ov.Model, sources: list[ov.Output], max_kv_len: int) -> dict[Key, Seen]:
-    """Classify each of the masks ``sources``, for up to ``max_kv_len`` past KV slots.
+def classify(model: ov.Model, sources: list[ov.Output], max_len: int) -> dict[Key, Seen]:
+    """Classify each of the masks ``sources``, for sequences of up to ``max_len`` tokens.
+
+    None is evaluated for longer ones: a model may have no more positions.
 
     Raises:
-        UnsupportedModelError: a mask is of an unknown kind; the message names it.
+        UnsupportedModelError: a mask is of an unknown kind, or the model has fewer positions; the message names it.
     """
     unique = {key_of(source): source for source in sources}
-    probes = [MaskProbe(0, 7), MaskProbe(3, 4), MaskProbe(max_kv_len, 5), MaskProbe(max_kv_len + 3, 1)]
+    max_len = max(max_len, SHORTEST)
+    probes = probes_of(max_len)
     evaluate = _evaluator(model, list(unique.values()))
+    _check_positions(evaluate, max_len)
     values, others = ([evaluate(probe, seed) for probe in probes] for seed in (0, 1))
     kinds = {}
     for index, (key, source) in enumerate(unique.items()):
         if any(not np.array_equal(one[index], other[index]) for one, other in zip(values, others, strict=True)):
             name = source.get_node().get_friendly_name()
             raise UnsupportedModelError(STAGE, f"the mask {name!r} depends on the values of tokens or KV slots")
-        found = classify_one(probes, [value[index] for value in values], _one_of(evaluate, index), max_kv_len)
+        found = classify_one(probes, [value[index] for value in values], _one_of(evaluate, index), max_len)
         if found is None:
             raise UnsupportedModelError(
                 STAGE,
                 f"the mask {source.get_node().get_friendly_name()!r} is of an unknown kind: it hides more than the tokens before "
-                f"a first one, or its bias depends on more than distance or key (evaluated with up to {max_kv_len} past tokens)",
+                f"a first one, or its bias depends on more than distance or key (evaluated for up to {max_len} tokens)",
             )
         kinds[key] = found
     return kinds
+
+
+def probes_of(max_len: int) -> list[MaskProbe]:
+    """Return the probes by which a mask for up to ``max_len`` tokens is classified, of which the last two are the longest."""
+    return [MaskProbe(0, 7), MaskProbe(3, 4), MaskProbe(max_len - 5, 5), MaskProbe(max_len - 1, 1)]
+
+
+def _check_positions(evaluate: Evaluate, max_len: int) -> None:
+    """Check that the masks of ``max_len`` tokens can be computed, which a table of fewer positions prevents.
+
+    Raises:
+        UnsupportedModelError: they cannot; the message says for how many tokens they can.
+    """
+
+    def can_evaluate(length: int) -> bool:
+        try:
+            evaluate(MaskProbe(length - 1, 1))
+        except RuntimeError:
+            return False
+        return True
+
+    if can_evaluate(max_len) or not can_evaluate(SHORTEST):  # else it is another fault, which the first probe shows
+        return
+    low = SHORTEST
+    high = max_len
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if can_evaluate(middle) else (low, middle)
+    raise UnsupportedModelError(
+        STAGE,
+        f"the model has a table of positions for {low} tokens: load with MAX_PROMPT_LEN + MIN_RESPONSE_LEN of at most {low} "
+        f"(here {max_len})",
+    )
 
 
 def _one_of(evaluate: Evaluate, index: int) -> Callable[[MaskProbe], Mask]:
@@ -98,7 +137,7 @@ def _one_of(evaluate: Evaluate, index: int) -> Callable[[MaskProbe], Mask]:
 
 
 def classify_one(
-    probes: list[MaskProbe], masks: list[Mask], evaluate: Callable[[MaskProbe], Mask], max_kv_len: int
+    probes: list[MaskProbe], masks: list[Mask], evaluate: Callable[[MaskProbe], Mask], max_len: int
 ) -> Seen | None:
     """Classify one mask by its values on the probes, and on further probes if needed; return None if no kind fits."""
     window = _window_of(masks[2])
@@ -107,7 +146,8 @@ def classify_one(
     if _all_as_expected(probes, masks, window, linear):
         return Seen(MaskKind(window), slopes)
     if slopes:
-        table = _bias_of_keys(evaluate(MaskProbe(max_kv_len, TABLE_STEP)), max_kv_len + TABLE_STEP)
+        new = min(TABLE_STEP, max_len)
+        table = _bias_of_keys(evaluate(MaskProbe(max_len - new, new)), max_len)
         if table is not None:
             biases = [
                 np.broadcast_to(table[:, None, : p.past + p.new], (len(table), p.new, p.past + p.new)) for p in probes
@@ -115,24 +155,24 @@ def classify_one(
             if _all_as_expected(probes, masks, window, biases):
                 return Seen(MaskKind(window), table=BiasTable(_digest(table), table))
         return None
-    first_seen = _first_seen(evaluate, max_kv_len)
+    first_seen = _first_seen(evaluate, max_len)
     if first_seen is None:
         return None
     return Seen(MaskKind(table=_digest(first_seen), first_seen=tuple(first_seen.tolist())))
 
 
-def _first_seen(evaluate: Callable[[MaskProbe], Mask], max_kv_len: int) -> NDArray[np.int64] | None:
-    """Return the first position that each token at 0 … ``max_kv_len`` sees, ``[max_kv_len + 1]``.
+def _first_seen(evaluate: Callable[[MaskProbe], Mask], max_len: int) -> NDArray[np.int64] | None:
+    """Return the first position that each of ``max_len`` tokens sees, ``[max_len]``.
 
     Return None if a token does not see all positions from there to its own.
     """
     firsts = []
-    for past in range(0, max_kv_len + 1, TABLE_STEP):
-        mask = evaluate(MaskProbe(past, TABLE_STEP))
-        total = past + TABLE_STEP
-        if mask.size % (TABLE_STEP * total):
+    for past in range(0, max_len, TABLE_STEP):
+        total = min(past + TABLE_STEP, max_len)
+        mask = evaluate(MaskProbe(past, total - past))
+        if mask.size % ((total - past) * total):
             return None
-        planes = mask.reshape(-1, TABLE_STEP, total)
+        planes = mask.reshape(-1, total - past, total)
         is_seen = planes[0] >= HIDDEN_BELOW
         first = is_seen.argmax(axis=1)
         key = np.arange(total)
@@ -142,7 +182,7 @@ def _first_seen(evaluate: Callable[[MaskProbe], Mask], max_kv_len: int) -> NDArr
         if not is_plain or not np.array_equal(is_seen, expected):
             return None
         firsts.append(first)
-    return np.concatenate(firsts)[: max_kv_len + 1]
+    return np.concatenate(firsts)
 
 
 def _bias_of_keys(mask: Mask, total: int) -> Mask | None:

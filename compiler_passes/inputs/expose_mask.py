@@ -19,10 +19,10 @@ from staticllm.errors import UnsupportedModelError
 from staticllm.ports import CROSS_MASK
 
 
-def expose_mask(graph: StepGraph, max_kv_len: int) -> None:
+def expose_mask(graph: StepGraph, max_len: int) -> None:
     """Classify the mask of every layer and replace it by an input.
 
-    A window that is not shorter than ``max_kv_len`` plus a few rows never hides anything and counts as causal.
+    ``max_len``: the most tokens of a sequence. A window that is not shorter never hides anything and counts as causal.
 
     Raises:
         UnsupportedModelError: there is no attention, or one has no mask or a mask of an unknown kind.
@@ -39,7 +39,7 @@ def expose_mask(graph: StepGraph, max_kv_len: int) -> None:
         return
     ports = [_mask_port(attention) for attention in attentions]
     sources = [port.get_source_output() for port in ports]
-    found = classify(graph.model, sources, max_kv_len)
+    found = classify(graph.model, sources, max_len)
     inputs: dict[MaskKind, ov.Node] = {}
     biased: dict[Seen, ov.Output] = {}
     for attention, port, source in zip(attentions, ports, sources, strict=True):

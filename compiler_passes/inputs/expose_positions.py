@@ -32,7 +32,7 @@ _SIZE_PORTS = {
 """Ports that take a size, not data. The beginning of a slice is data."""
 _TABLES = ("Gather",)  # a longer table has the same value at every place
 _PICKS = frozenset({"Slice", "StridedSlice", "Split", "VariadicSplit", "ReduceMin", "ReduceSum", "ReduceMean", "TopK"})
-_KEEPS_POSITIONS = frozenset(
+KEEPS_POSITIONS = frozenset(
     {
         "Convert",
         "Reshape",
@@ -52,7 +52,7 @@ _MASK_PORT, _PER_TOKEN = Port(ATTENTION_MASK, ("1", "T+S"), "int64"), Port(".*",
 Values = dict[int, NDArray[np.generic]]
 
 
-def expose_positions(graph: StepGraph, max_kv_len: int) -> None:
+def expose_positions(graph: StepGraph, max_len: int) -> None:
     """Replace computed positions by an input; refuse other data that depends on the number of past KV slots.
 
     Positions of which only the number matters, such as the length of a table, are kept.
@@ -65,22 +65,20 @@ def expose_positions(graph: StepGraph, max_kv_len: int) -> None:
     if not graph.kv_states:
         _refuse_lengths(graph)
     elif varying := _varying(graph.model):
-        count = _redirect_positions(graph, varying, max_kv_len)
+        count = _redirect_positions(graph, varying, max_len)
         _refuse(_varying(graph.model))
     _drop_attention_mask(graph)
     graph.note(STAGE, f"{count} values computed from lengths were positions")
-    if _compares_positions(graph):
-        graph.is_packable = False
-        graph.note(STAGE, "positions are compared with each other: one sequence per call")
+    _refuse_picks(graph)
 
 
-def _redirect_positions(graph: StepGraph, nodes: list[ov.Node], max_kv_len: int) -> int:
+def _redirect_positions(graph: StepGraph, nodes: list[ov.Node], max_len: int) -> int:
     """Replace the positions that ``nodes`` are computed from by the input, and return the number of replaced values."""
     varying = {node.get_instance_id() for node in nodes}
     leading = {node.get_instance_id() for node in upstream(nodes)}
     found = [
         output
-        for output in _computed_positions(graph.model, max_kv_len)
+        for output in _computed_positions(graph.model, max_len)
         if output.get_node().get_instance_id() in leading
     ]
     for output in found:
@@ -97,34 +95,29 @@ def _redirect_positions(graph: StepGraph, nodes: list[ov.Node], max_kv_len: int)
     return len(found)
 
 
-def _compares_positions(graph: StepGraph) -> bool:
-    """Return whether the largest position of a call decides something, for example frequencies for long texts.
-
-    Sequences with different positions must not share such a call.
+def _refuse_picks(graph: StepGraph) -> None:
+    """Refuse a position that is picked by its place in the call. The largest one may decide something (``expose_factors``).
 
     Raises:
-        UnsupportedModelError: a position is picked by its place in the call; the message names the node.
+        UnsupportedModelError: a position is picked; the message names the node.
     """
     parameter = graph.parameter(POSITION_IDS)
     if parameter is None:
-        return False
+        return
     queue = consumers(parameter.output(0))
     reached = {parameter.get_instance_id()}
     while queue:
         node = queue.pop()
         kind = node.get_type_name()
-        if kind == "ReduceMax":
-            return True
         picks = kind == "Gather" and node.input_value(0).get_node().get_instance_id() in reached
         if picks or kind in _PICKS:
             what = f"{kind} {node.get_friendly_name()!r}"
             raise UnsupportedModelError(
                 STAGE, f"{what} picks a position of the call: its last row may be idle, or of another sequence"
             )
-        if kind in _KEEPS_POSITIONS:
+        if kind in KEEPS_POSITIONS:
             reached.add(node.get_instance_id())
             queue += consumers(node.output(0))
-    return False
 
 
 def _like(output: ov.Output, position_ids: ov.Node) -> ov.Output:
@@ -141,10 +134,10 @@ def _like(output: ov.Output, position_ids: ov.Node) -> ov.Output:
     return ops.convert(shaped, output.get_element_type().get_type_name()).output(0)
 
 
-def _computed_positions(model: ov.Model, max_kv_len: int) -> list[ov.Output]:
+def _computed_positions(model: ov.Model, max_len: int) -> list[ov.Output]:
     """Return the outputs that equal the positions on every probe and are not computed from others that do."""
     nodes = model.get_ordered_ops()
-    pasts = (3, 0, max_kv_len)  # the largest as well, to detect a clamp
+    pasts = (3, 0, max(5, max_len - NEWS[-1]))  # the longest sequence as well, to detect a clamp
     probes = [(past, new, _evaluate(model, past, new)) for past, new in zip(pasts, NEWS, strict=True)]
     matching: set[int] = set()
     first: list[ov.Output] = []
@@ -171,7 +164,7 @@ def _evaluate(model: ov.Model, past: int, new: int) -> Values:
     """
     copy = model.clone()
     for parameter in copy.get_parameters():  # not reshape(), which rewrites the graph
-        parameter.set_partial_shape(_probe_shape(parameter.output(0), past, new))
+        parameter.set_partial_shape(probe_shape(parameter.output(0), past, new))
     copy.validate_nodes_and_infer_types()
     nodes = copy.get_ordered_ops()
     constant = set[int]()
@@ -209,7 +202,7 @@ def _values(nodes: list[ov.Node], wanted: list[int]) -> Values:
     return dict(zip(wanted, values.values(), strict=True))
 
 
-def _probe_shape(port: ov.Output, past: int, new: int) -> ov.PartialShape:
+def probe_shape(port: ov.Output, past: int, new: int) -> ov.PartialShape:
     """Return the shape of an input in a call of ``new`` tokens over ``past`` KV slots; an unknown one has a value per token."""
     sizes = CallSizes((new, new), (past, past), (new, new))
     contracts = [_MASK_PORT if name == ATTENTION_MASK else find_port(name) for name in port.get_names()]

@@ -116,6 +116,7 @@ class BeamRequest(RequestState):
         lead.started = lead.started or self._beams[index].started
         if not lead.token_times:
             lead.kv.num_cached = self._beams[index].kv.num_cached
+        lead.kv.num_recomputed = max(lead.kv.num_recomputed, self._beams[index].kv.num_recomputed)
         try:
             self._choose(self._core.feeds, index, result.logits[-1])
         except Exception as error:  # of this request alone; the others continue
@@ -176,7 +177,8 @@ class BeamRequest(RequestState):
         for place, (token, logprob) in enumerate(zip(hypothesis.tokens, hypothesis.logprobs, strict=True)):
             moment = lead.token_times[place]
             chosen, device = self._steps[place]
-            self.queue.put(TokenOutput(token, logprob, moment, chosen, index, device, lead.kv.num_cached))
+            counts = {"num_cached": lead.kv.num_cached, "num_recomputed": lead.kv.num_recomputed}
+            self.queue.put(TokenOutput(token, logprob, moment, chosen, index, device, **counts))
         self._finish_one(index, partial(self.queue.put, Finished(self._reason_of(hypothesis), None, index)))
 
     def _reason_of(self, hypothesis: Hypothesis) -> FinishReason:

@@ -239,7 +239,12 @@ class Engine:
         Raises:
             ClosedError: the engine was closed.
         """
-        self.call_soon(lambda: self.kv_manager.host_pool.claim(session, tokens, Conditions(adapters), owner))
+
+        def claim() -> None:
+            conditions = self.runner.cache.conditions_at(Conditions(adapters), len(tokens))
+            self.kv_manager.host_pool.claim(session, tokens, conditions, owner)
+
+        self.call_soon(claim)
 
     def drop_claims(self, owner: str) -> None:
         """Drop what the sessions of an owner have claimed, soon. Raises ``ClosedError`` (the engine was closed)."""

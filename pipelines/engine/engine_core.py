@@ -469,6 +469,8 @@ class EngineCore:
         limit = self.device.options.max_seq_len
         if len(state.tokens) > limit and not self.device.kv_manager.shorten(state, limit // 2):
             self._end(state, FinishReason.LENGTH)
+        elif self.device.kv_manager.recompute_outgrown(state):
+            self._preempted.append(state.id)
         elif state.info.status is RequestStatus.SWAPPED:
             self.device.kv_manager.offload(state)
 

@@ -9,7 +9,7 @@ from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.host_pool import HostPool
 from staticllm.kvcache.prefix import PrefixCache
 from staticllm.kvcache.rotation import KeyRotations
-from staticllm.kvcache.sequence import KVSequence, common_prefix
+from staticllm.kvcache.sequence import Conditions, KVSequence, common_prefix
 from staticllm.kvcache.stored import StoredSequence
 from staticllm.pipelines.costs.model import averaged
 from staticllm.pipelines.engine.client_sequences.state import ClientState, State
@@ -182,6 +182,10 @@ class KVCacheManager:
     def come_back(self, state: ClientState) -> None:
         """Add an idle request to the table: its client sent tokens."""
         self.idle.remove(state)
+        sequence = state.kv.sequence
+        if sequence is not None and self.cache.has_outgrown(sequence.conditions, len(state.tokens)):
+            state.kv.num_recomputed += len(sequence)
+            self._close_sequence(state)
         num_computed = state.kv.num_slots
         state.info.come_back(num_computed, self._clock(), self.table.num_free_for_clients > 0)
         self.add(state)
@@ -194,12 +198,34 @@ class KVCacheManager:
         sibling.kv.sequence = forked
         sibling.info.begin(len(forked))
 
+    def conditions_of(self, state: SequenceState) -> Conditions:
+        """Return the conditions of the keys and values of a request that is as long as this one is now."""
+        return self.cache.conditions_at(state.conditions, len(state.tokens))
+
+    def recompute_outgrown(self, state: SequenceState) -> bool:
+        """Let all tokens of a request run again if it has become so long that the model takes other RoPE factors.
+
+        Return whether that is so.
+        """
+        if state.kv.sequence is not None:
+            known = state.kv.sequence.conditions
+        elif not state.info.in_arena:
+            known = self.host_pool.conditions_of(state.id)
+        else:
+            return False
+        if not self.cache.has_outgrown(known, len(state.tokens)):
+            return False
+        state.kv.num_recomputed += state.info.num_computed
+        self.preempt(state)
+        return True
+
     def allocate(self, state: SequenceState) -> None:
         """Give a request a sequence that begins with the longest cached prefix of its tokens; called before each chunk."""
         if state.kv.sequence is None:
             if self.idle.has_slots:  # their slots are free for a prefix of the host pool, too
                 self.make_room(min(len(state.tokens) + 1, self.cache.num_slots))
-            state.kv.sequence = self.prefix.attach(state.reusable_tokens, self.sequences(), state.conditions)
+            conditions = self.conditions_of(state)
+            state.kv.sequence = self.prefix.attach(state.reusable_tokens, self.sequences(), conditions)
             if not state.num_generated:
                 state.kv.num_cached = len(state.kv.sequence)
             state.info.begin(len(state.kv.sequence))
@@ -299,7 +325,7 @@ class KVCacheManager:
         rotations = self._rotations()
         sequence = state.kv.sequence
         count = len(state.tokens) - len(kept)
-        if rotations is None or sequence is None:
+        if rotations is None or sequence is None or self.cache.rope_limits:  # keys are turned by the factors of short texts
             return False
         start = min(SINKS, len(kept) // 2)
         needed = len(sequence) - start - count - self.cache.slots.count_own(sequence.slots[start:])

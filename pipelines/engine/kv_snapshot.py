@@ -33,7 +33,10 @@ def save_snapshot(engine: SnapshotEngine, tokens: list[int], target: SnapshotTar
     """Save a snapshot as ``EngineClient.save_snapshot`` says. Any thread may call."""
 
     def find() -> StoredSequence | None:
-        return engine.kv_manager.prefix.find(tokens, engine.kv_manager.sequences(), Conditions(target.adapters))
+        manager = engine.kv_manager
+        kinds = [Conditions(target.adapters, factors=each) for each in range(manager.cache.layout.num_factors)]
+        copies = (manager.prefix.find(tokens, manager.sequences(), conditions) for conditions in kinds)
+        return max(filter(None, copies), key=lambda stored: len(stored.tokens), default=None)
 
     stored = engine.run_between_steps(find)
     if stored is None:
@@ -46,7 +49,7 @@ def load_snapshot(engine: SnapshotEngine, target: SnapshotTarget) -> int:
     """Read a snapshot into the host pool as ``EngineClient.load_snapshot`` says. Any thread may call."""
     num_slots = engine.kv_manager.host_pool.num_slots
     stored = load(target.path, target.identity, engine.runner.cache.layout, num_slots, target.key)
-    stored = replace(stored, conditions=Conditions(target.adapters))
+    stored = replace(stored, conditions=replace(stored.conditions, adapters=target.adapters))
 
     def restore() -> None:
         if not engine.runner.cache.layout.fits(stored):  # the engine has switched to another device meanwhile

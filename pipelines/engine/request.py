@@ -164,6 +164,7 @@ class TokenOutput:
     ``logprob`` is its log-probability (as in ``Choice``), ``time`` the moment of the choice (``time.perf_counter``), and
     ``sampling_seconds`` the duration of the choice. ``device_seconds`` is the time of the device calls since the previous token
     (for the first one, those of the prompt); ``num_cached`` is the number of prompt tokens that the prefix cache had.
+    ``num_recomputed`` tokens have run again up to now, because the model took other RoPE factors for the longer text.
     ``num_drafted`` tokens of drafts were checked since the previous token, and ``num_accepted`` of them accepted. The draft model
     took ``draft_seconds`` for them. ``own_seconds`` is the part of ``device_seconds`` by the answer's rows in each call; None for
     the answers of a beam search.
@@ -180,6 +181,7 @@ class TokenOutput:
     num_accepted: int = 0
     draft_seconds: float = 0.0
     own_seconds: float | None = None
+    num_recomputed: int = 0
 
 
 @dataclass(frozen=True)

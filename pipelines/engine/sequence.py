@@ -40,11 +40,13 @@ class KVHold:
         sequence: Its slots in the arena; None without any.
         is_shifted: Whether its keys are not those that the model would compute.
         num_cached: The prompt tokens that the prefix cache had.
+        num_recomputed: The tokens that ran again because the model takes other RoPE factors for a longer text.
     """
 
     sequence: KVSequence | None = None
     is_shifted: bool = False
     num_cached: int = 0
+    num_recomputed: int = 0
 
     @property
     def num_slots(self) -> int:

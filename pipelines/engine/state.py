@@ -122,7 +122,7 @@ class AnswerState(SequenceState):
         tally = self._tally
         output = TokenOutput(
             choice.token, choice.logprob, now, tally.sampling_seconds, self.index, tally.device_seconds, self.kv.num_cached,
-            tally.num_drafted, tally.num_accepted, tally.draft_seconds, tally.own_seconds,
+            tally.num_drafted, tally.num_accepted, tally.draft_seconds, tally.own_seconds, self.kv.num_recomputed,
         )  # fmt: skip
         self._new_tokens.append(output)
         self._tally = Tally()

@@ -98,7 +98,7 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         mode = program_mode(device, config)
         source_len, num_sources = (0, 0) if config.sources is None else config.sources.frames
         lowering = LoweringOptions(
-            config.num_kv_slots(mode),
+            config.max_seq_len,
             kv_type,
             adapter_type="bf16" if usual == "bf16" else "f32",
             source_len=source_len,

@@ -24,7 +24,16 @@ from staticllm.kvcache.arena import Allocate
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.pipelines.programs.chain import AnyProgram, bind_calls
-from staticllm.ports import ADAPTER_SCALES, CROSS_MASK, INPUT_IDS, LOGIT_ROWS, LOGITS, POSITION_IDS, port_of
+from staticllm.ports import (
+    ADAPTER_SCALES,
+    CROSS_MASK,
+    INPUT_IDS,
+    LOGIT_ROWS,
+    LOGITS,
+    POSITION_IDS,
+    ROPE_FACTORS,
+    port_of,
+)
 
 
 @dataclass(frozen=True)
@@ -236,5 +245,6 @@ def _step_arrays(buffers: StepBuffers) -> dict[str, NDArray[Any]]:
         KEY_POSITIONS: buffers.key_positions,
         QUERY_POSITIONS: buffers.query_positions,
         ADAPTER_SCALES: buffers.adapter_scales if buffers.adapters else None,
+        ROPE_FACTORS: buffers.rope_factors,
     }
     return {name: array for name, array in arrays.items() if array is not None}

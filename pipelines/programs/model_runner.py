@@ -115,8 +115,13 @@ class ModelRunner:
     def prefill(self, sequence: KVSequence, tokens: Sequence[int]) -> Logits:
         """Run a prompt in the cheapest chunks, and return the logits ``[vocab]`` after its last token.
 
-        Raises ``NumericalError`` (the logits are not finite).
+        Earlier tokens of the sequence run again if the model takes other RoPE factors for a text as long as both. Raises
+        ``NumericalError`` (the logits are not finite).
         """
+        length = len(sequence) + len(tokens)
+        if self.cache.has_outgrown(sequence.conditions, length):
+            tokens = [*sequence.tokens, *tokens]
+            self.cache.renew(sequence, length)
         ids = np.asarray(tokens, np.int64)
         chunks = plan_chunks(self.index, self.costs, len(ids), self.cache.slots.high_slot, not len(sequence))
         start = 0
@@ -137,12 +142,19 @@ class ModelRunner:
     def step(self, segments: Sequence[Segment]) -> list[Logits]:
         """Run the next tokens of several sequences in one call of the smallest variant that holds them.
 
-        Return the logits ``[vocab]`` after the last token of each segment: views, valid until the next call. Raises
-        ``NumericalError`` (logits that are not finite).
+        Return the logits ``[vocab]`` after the last token of each segment: views, valid until the next call. Sequences for which
+        the model takes other RoPE factors from these tokens on run alone, as in ``prefill``. Raises ``NumericalError`` (logits
+        that are not finite).
         """
+        if any(self._outgrows(segment) for segment in segments):
+            return [self.prefill(segment.sequence, segment.tokens.tolist()).copy() for segment in segments]
         variant = self.variant_for(segments)
         assert variant is not None, f"no variant holds {len(segments)} segments"
         return self._checked(variant, segments)
+
+    def _outgrows(self, segment: Segment) -> bool:
+        length = len(segment.sequence) + len(segment.tokens)
+        return self.cache.has_outgrown(segment.sequence.conditions, length)
 
     def variant_for(self, segments: Sequence[Segment]) -> Variant | None:
         """Return the variant with the fewest rows that hold these segments, and the smallest KV length with all used slots.

@@ -259,7 +259,8 @@ class OutputProcessor:
         prepared = self._prepared
         metrics = PerfMetrics(self._load_ms)
         num_prompt = 0 if self._index else len(prepared.request.prompt)
-        metrics.count(num_prompt, len(self._tokens), received[-1].num_cached if received else 0)
+        num_cached, num_recomputed = (received[-1].num_cached, received[-1].num_recomputed) if received else (0, 0)
+        metrics.count(num_prompt, len(self._tokens), num_cached, num_recomputed)
         num_drafted = sum(t.num_drafted for t in received)
         num_accepted = sum(t.num_accepted for t in received)
         per_token = [t.draft_seconds / t.num_drafted for t in received for _ in range(t.num_drafted)]

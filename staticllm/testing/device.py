@@ -2,13 +2,14 @@
 
 The fake model's next token is a checksum over all (position, token) pairs that the mask lets the last row see. Slots in the
 arena hold exactly these pairs, so a wrong slot, a wrong mask cell, or a lost or doubled commit changes the answer. A token
-that was computed with other adapters is another token (``adapted_tokens``). A recurrent fake model folds all tokens of a call,
+that was computed with other adapters or other RoPE factors is another token (``adapted_tokens``). A recurrent fake model folds all tokens of a call,
 including those of idle rows, into a state in their order.
 """
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -29,6 +30,8 @@ CERTAIN = 100.0
 
 ADAPTED, MAX_ADAPTER_CODES = 1000, 1000
 """What is added to a token for each eighth of an adapter's factor, and the number of different sums."""
+OTHER_FACTORS = ADAPTED * MAX_ADAPTER_CODES
+"""What is added to a token for each RoPE limit that its text exceeds."""
 NextToken = Callable[[Sequence[int]], int | None]
 """Returns the token that follows these tokens of one sequence; None leaves the choice to the checksum."""
 
@@ -39,6 +42,7 @@ def fake_shape(
     is_packable: bool = True,
     is_recurrent: bool = False,
     num_adapters: int = 2,
+    rope_limits: Sequence[int] = (),
 ) -> ModelShape:
     """Return a shape with one layer per mask kind; each head holds ``[token, position]`` in each slot."""
     states = [
@@ -53,6 +57,7 @@ def fake_shape(
         has_distances=True,
         recurrent_states=(RecurrentState(0, "fake.recurrent", (1, 1), "int64"),) if is_recurrent else (),
         num_adapters=num_adapters,
+        rope_limits=tuple(rope_limits),
     )
 
 
@@ -67,14 +72,16 @@ def fake_runner(
     num_adapters: int = 2,
     *,
     num_blocks: int = 1,
+    rope_limits: Sequence[int] = (),
 ) -> ModelRunner:
     """Return a runner over fake programs. ``runner.programs[variant].num_runs`` counts the calls.
 
     With ``is_staged`` it begins with the fewest programs that can serve; ``add_program`` adds those of ``runner.programs.late``.
     ``next_token`` replaces the checksum; the slots are checked all the same. With ``num_blocks`` above 1, the programs are chains
-    of that many blocks, and other calls may run between two of them.
+    of that many blocks, and other calls may run between two of them. ``rope_limits``: the lengths of a text after which the model
+    has other RoPE factors.
     """
-    shape = fake_shape(masks, vocab_size, is_packable, is_recurrent, num_adapters)
+    shape = fake_shape(masks, vocab_size, is_packable, is_recurrent, num_adapters, rope_limits)
     variants = list(variants)
     cache = KVCache(shape, [variant.kv_len for variant in variants])
 
@@ -144,6 +151,8 @@ class FakeProgram:
     def _compute(self) -> None:
         buffers = self.buffers
         ids = adapted_tokens(buffers.input_ids[0], buffers.adapter_scales[0])
+        if buffers.rope_factors is not None:
+            ids = ids + OTHER_FACTORS * buffers.rope_factors[0]
         own = np.stack([ids, buffers.position_ids.reshape(-1, buffers.variant.rows)[0]], axis=-1)
         for present in buffers.presents:
             present[:] = own
@@ -220,9 +229,11 @@ def fake_next_token(
     vocab_size: int = VOCAB_SIZE,
     is_recurrent: bool = False,
     adapters: Sequence[float] = (),
+    rope_limits: Sequence[int] = (),
 ) -> int:
     """Return the token that the fake model must choose after ``tokens``, computed without a cache."""
     ids = adapted_tokens(np.asarray(tokens, np.int64), np.asarray([adapters], np.float32))
+    ids = ids + OTHER_FACTORS * bisect_left(rope_limits, len(tokens))
     positions = np.arange(len(tokens))
     firsts = [kind.first(len(tokens) - 1) for kind in masks]
     seen = sum(checksum_of(ids[first:], positions[first:]) for first in firsts)
@@ -236,9 +247,10 @@ def fake_answer(
     is_recurrent: bool = False,
     vocab_size: int = VOCAB_SIZE,
     adapters: Sequence[float] = (),
+    rope_limits: Sequence[int] = (),
 ) -> list[int]:
     """Return the prompt and the expected answer of ``num_new`` tokens, computed without a cache."""
     answer = list(tokens)
     for _ in range(num_new):
-        answer.append(fake_next_token(answer, masks, vocab_size, is_recurrent, adapters))
+        answer.append(fake_next_token(answer, masks, vocab_size, is_recurrent, adapters, rope_limits))
     return answer

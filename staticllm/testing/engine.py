@@ -36,6 +36,7 @@ def fake_engine(
     is_recurrent: bool = False,
     is_staged: bool = False,
     num_blocks: int = 1,
+    rope_limits: Sequence[int] = (),
     starts_thread: bool = True,
     text: EngineText | None = None,
 ) -> Engine:
@@ -54,6 +55,7 @@ def fake_engine(
         is_recurrent: Whether the model has recurrent states.
         is_staged: Whether only a part of the programs is there at first; ``add_program`` adds the others.
         num_blocks: The number of blocks of each program, between which other calls may run.
+        rope_limits: The lengths of a text after which the model has other RoPE factors.
         starts_thread: Whether ``submit`` starts the engine's thread. Without it, the caller serves requests with ``step``
             or ``run_to_end``, and must not call ``run_between_steps``, which would wait forever.
         text: What the engine needs of a tokenizer, for grammars and the stop strings of beams.
@@ -64,8 +66,9 @@ def fake_engine(
         limits, max_seq_len, max_waiting, host_kv_slots, measure_costs=False, state_slots=state_slots
     )
     runner = fake_runner(
-        variants, masks, is_packable=is_packable, is_recurrent=is_recurrent, is_staged=is_staged, num_blocks=num_blocks
-    )
+        variants, masks, is_packable=is_packable, is_recurrent=is_recurrent, is_staged=is_staged, num_blocks=num_blocks,
+        rope_limits=rope_limits,
+    )  # fmt: skip
     return (Engine if starts_thread else _EngineWithoutThread)(runner, policy, options, text)
 
 

@@ -315,7 +315,9 @@ class DraftPlanner:
         A draft of the draft model has zeros for tokens that are not known yet.
         """
         num_tokens = len(state.tokens)
-        limit = min(drafts.limit, room, self._max_seq_len - num_tokens, state.num_left - 1)
+        # a token after which other RoPE factors hold needs all keys anew
+        longest = min(self._max_seq_len - num_tokens, self._runner.cache.left_of_factors(num_tokens))
+        limit = min(drafts.limit, room, longest, state.num_left - 1)
         if limit <= 0:
             return NO_DRAFT
         draft = drafts.propose(state.tokens, limit)

@@ -50,10 +50,17 @@ class PackedKind(DecoderKind):
     compiles_in_background = False
 
     def lower(self, job: DecoderJob, source: OpenedModel, start: StartWith) -> DecoderPlan:
-        """Lower the model and add variants with all logits. Raises ``UnsupportedModelError`` also for recurrent states."""
+        """Lower the model and add variants with all logits.
+
+        Raises ``UnsupportedModelError`` also for recurrent states, and for RoPE factors that the length of each call decides.
+        """
         plan = super().lower(job, source, "all programs")
         if plan.lowered.shape.needs_real_rows:
             raise UnsupportedModelError("packed", "it has recurrent states, which cannot be shared or cut")
+        if plan.lowered.shape.rope_limits:
+            raise UnsupportedModelError(
+                "packed", "the length of each call decides its RoPE factors, so calls cannot be cut or share keys"
+            )
         return replace(plan, variants=(*plan.variants, *with_all_logits(plan.variants)))
 
     def asked(self, job: DecoderJob) -> dict[str, str]:

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from staticllm.compiler_passes.inputs.classify_mask import MaskProbe, _linear, classify_one, visible_cells
+from staticllm.compiler_passes.inputs.classify_mask import _linear, classify_one, probes_of, visible_cells
 from staticllm.core import MaskKind
 
-PROBES = [MaskProbe(0, 7), MaskProbe(3, 4), MaskProbe(256, 5), MaskProbe(259, 1)]
-KV_LEN = PROBES[2].past
+MAX_LEN = 256
+PROBES = probes_of(MAX_LEN)
 
 
 def kind_of(masks, evaluate=None):
-    return classify_one(PROBES, masks, evaluate or (lambda probe: pytest.fail("nothing more to ask")), KV_LEN)
+    return classify_one(PROBES, masks, evaluate or (lambda probe: pytest.fail("nothing more to ask")), MAX_LEN)
 
 
 def biased(slopes, window=None, hidden=-65504.0, shift=0.0, probes=PROBES):
@@ -66,7 +66,8 @@ def chunked(probe, size, hole=None):
 
 def test_chunked_attention_becomes_a_table_of_first_positions():
     found = kind_of([chunked(probe, 9) for probe in PROBES], lambda probe: chunked(probe, 9))
-    assert [found.kind.first(query) for query in (0, 8, 9, 17, 18, KV_LEN)] == [0, 0, 9, 9, 18, KV_LEN // 9 * 9]
+    last = MAX_LEN - 1
+    assert [found.kind.first(query) for query in (0, 8, 9, 17, 18, last)] == [0, 0, 9, 9, 18, last // 9 * 9]
     assert found.kind != kind_of([chunked(p, 10) for p in PROBES], lambda probe: chunked(probe, 10)).kind
     assert not found.kind.sees_all
     assert found.kind.port_name.startswith("mask.table:")
