@@ -113,7 +113,8 @@ def _check_positions(evaluate: Evaluate, max_len: int) -> None:
 
     def can_evaluate(length: int) -> bool:
         try:
-            evaluate(MaskProbe(length - 1, 1))
+            for new in (1, 5):
+                evaluate(MaskProbe(length - new, new))
         except RuntimeError:
             return False
         return True
@@ -125,11 +126,22 @@ def _check_positions(evaluate: Evaluate, max_len: int) -> None:
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if can_evaluate(middle) else (low, middle)
+    if not _are_known(evaluate, low):  # what is left of the table is one value, which fits any length
+        low -= 1
     raise UnsupportedModelError(
         STAGE,
         f"the model has a table of positions for {low} tokens: load with MAX_PROMPT_LEN + MIN_RESPONSE_LEN of at most {low} "
         f"(here {max_len})",
     )
+
+
+def _are_known(evaluate: Evaluate, length: int) -> bool:
+    """Return whether all masks for this length are of known kinds."""
+    probes = probes_of(length)
+    values = [evaluate(probe) for probe in probes]
+    masks = ([value[index] for value in values] for index in range(len(values[0])))
+    found = [classify_one(probes, mask, _one_of(evaluate, index), length) for index, mask in enumerate(masks)]
+    return all(each is not None for each in found)
 
 
 def _one_of(evaluate: Evaluate, index: int) -> Callable[[MaskProbe], Mask]:
@@ -156,7 +168,7 @@ def classify_one(
                 return Seen(MaskKind(window), table=BiasTable(_digest(table), table))
         return None
     first_seen = _first_seen(evaluate, max_len)
-    if first_seen is None:
+    if first_seen is None or not all(_begins_at(p, mask, first_seen) for p, mask in zip(probes, masks, strict=True)):
         return None
     return Seen(MaskKind(table=_digest(first_seen), first_seen=tuple(first_seen.tolist())))
 
@@ -169,20 +181,26 @@ def _first_seen(evaluate: Callable[[MaskProbe], Mask], max_len: int) -> NDArray[
     firsts = []
     for past in range(0, max_len, TABLE_STEP):
         total = min(past + TABLE_STEP, max_len)
-        mask = evaluate(MaskProbe(past, total - past))
-        if mask.size % ((total - past) * total):
+        probe = MaskProbe(past, total - past)
+        mask = evaluate(probe)
+        if mask.size % (probe.new * total):
             return None
-        planes = mask.reshape(-1, total - past, total)
-        is_seen = planes[0] >= HIDDEN_BELOW
-        first = is_seen.argmax(axis=1)
-        key = np.arange(total)
-        query = np.arange(past, total)
-        expected = (key[None] >= first[:, None]) & (key[None] <= query[:, None])
-        is_plain = (planes == planes[0]).all() and (planes[0][is_seen] == VISIBLE).all()
-        if not is_plain or not np.array_equal(is_seen, expected):
+        firsts.append((mask.reshape(-1, probe.new, total)[0] >= HIDDEN_BELOW).argmax(axis=1))
+        if not _begins_at(probe, mask, np.concatenate(firsts)):
             return None
-        firsts.append(first)
     return np.concatenate(firsts)
+
+
+def _begins_at(probe: MaskProbe, mask: Mask, first_seen: NDArray[np.int64]) -> bool:
+    """Return whether a mask shows each token all positions from that in ``first_seen`` to its own, without a bias."""
+    key = np.arange(probe.past + probe.new)[None]
+    query = key[:, probe.past :].T
+    expected = (key >= first_seen[query]) & (key <= query)
+    if mask.size % expected.size:
+        return False
+    planes = mask.reshape(-1, *expected.shape)
+    is_seen = planes >= HIDDEN_BELOW
+    return bool((is_seen == expected).all() and (planes[is_seen] == VISIBLE).all())
 
 
 def _bias_of_keys(mask: Mask, total: int) -> Mask | None:

@@ -191,18 +191,25 @@ def _limit_to_tables(graph: EncoderGraph) -> None:
 
 
 def _check_table(graph: EncoderGraph, place: Place, value: Value) -> None:
-    """Refuse a table whose beginning changes with its length.
+    """Refuse a table whose beginning changes with its length, such as RoPE factors that are others for long texts.
 
     Raises:
-        UnsupportedModelError: it does; the message names the node.
+        UnsupportedModelError: it does; the message names the node, and for how many tokens it does not.
     """
-    if not is_prefix(place.small, value):
-        node = place.port.get_node()
-        raise UnsupportedModelError(
-            STAGE,
-            f"{node.get_type_name()} {node.get_friendly_name()!r} reads positions that differ between {PROBE_ROWS[0]} and "
-            f"{graph.num_rows} rows: only programs of fewer rows can be right",
-        )
+    if is_prefix(place.small, value):
+        return
+    low = PROBE_ROWS[0]
+    high = graph.num_rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        (found,) = evaluate(graph.model, [place.port.get_source_output()], 1, middle)
+        low, high = (middle, high) if is_prefix(place.small, found) else (low, middle)
+    node = place.port.get_node()
+    raise UnsupportedModelError(
+        STAGE,
+        f"{node.get_type_name()} {node.get_friendly_name()!r} reads other positions in texts of more than {low} tokens: load with "
+        f"max_length of at most {low} (here {graph.num_rows})",
+    )
 
 
 def _can_be_looked_up(graph: EncoderGraph, place: Place) -> bool:

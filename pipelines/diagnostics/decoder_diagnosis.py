@@ -107,6 +107,7 @@ class DecoderDiagnosis(Diagnosis[ProgramKind[Variant, ModelShape, ModelRunner]])
             states=tuple(StateReport(s.past_name, s.variable_id, s.heads, s.head_dim) for s in shape.kv_states),
             recurrent=_recurrent(shape),
             is_packable=shape.is_packable,
+            rope_limits=shape.rope_limits,
             layers=_layers(plan),
             masks=tuple(kind.label for kind in shape.masks),
             kv=_kv(plan, job.config),
@@ -153,21 +154,23 @@ class DecoderDiagnosis(Diagnosis[ProgramKind[Variant, ModelShape, ModelRunner]])
 
     def verdicts(self, job: DecoderJob, modes: Sequence[ProgramMode]) -> Iterator[Verdict]:
         """Compare every mode and size of chunks. On other devices than the CPU tokens may differ in near-ties."""
-        job.kind.plan(
-            _exact(job, modes[0], self.chunks[0])
-        )  # what cannot be lowered is refused before the original runs
-        reference = StatefulReference(job.directory)
-        prompts = {length: _tokens(length) for length in GREEDY_PROMPTS}
+        # what cannot be lowered is refused before the original runs
+        plan = job.kind.plan(_exact(job, modes[0], self.chunks[0], job.config.max_seq_len))
+        assert isinstance(plan, DecoderPlan), "it is a decoder's"
+        limits = plan.lowered.shape.rope_limits
+        lengths = (*GREEDY_PROMPTS, *(max(1, limit - NUM_NEW // 2) for limit in limits))  # the answers to these cross a limit
+        reference = StatefulReference(job.directory, rope_limits=limits)
+        prompts = {length: _tokens(length) for length in lengths}
         text = _tokens(STEPS)
         expected = reference.logits(text)
         answers = {length: reference.greedy(prompt, NUM_NEW) for length, prompt in prompts.items()}
         for mode, chunk in product(modes, self.chunks):
             name = f"{mode}, chunks of {chunk}"
-            runner = _runner(_exact(job, mode, chunk))
+            runner = _runner(_exact(job, mode, chunk, max(lengths)))
             yield _logits(f"{name}: logits", runner, text, expected)
             if len(runner.index.widest) and runner.index.max_decoding(0) > 1:
                 yield _interleaved(f"{name}: interleaved", runner, text, expected)
-            if not runner.cache.states:
+            if not runner.cache.states and runner.cache.left_of_factors(STEPS // 3) >= NUM_DRAFTED:
                 yield _drafted(f"{name}: draft", runner, text, expected)
             for length, prompt in prompts.items():
                 yield _greedy(f"{name}: {length} tokens", runner, prompt, answers[length])
@@ -179,7 +182,7 @@ class DecoderDiagnosis(Diagnosis[ProgramKind[Variant, ModelShape, ModelRunner]])
         with the same token, so that it counts as one place.
         """
         runner = load_job(job).runner
-        reference = StatefulReference(job.directory)
+        reference = StatefulReference(job.directory, rope_limits=runner.cache.rope_limits)
         prompt = _tokens(LEAD)
         text = prompt + reference.greedy(prompt, STEPS)
         reference.reset()
@@ -239,9 +242,8 @@ def _layers(plan: DecoderPlan) -> tuple[LayerReport, ...]:
     )
 
 
-def _exact(job: DecoderJob, mode: ProgramMode, chunk: int) -> DecoderJob:
-    """Return the job with short lengths, programs of this mode, and chunks of this size; in f32 on a CPU."""
-    longest = max(GREEDY_PROMPTS)
+def _exact(job: DecoderJob, mode: ProgramMode, chunk: int, longest: int) -> DecoderJob:
+    """Return the job for prompts of up to ``longest`` tokens, programs of this mode, chunks of this size; in f32 on a CPU."""
     kv_len = longest + 2 * NUM_NEW
     exact = exact_for(job.device)
     config = StaticLLMConfig(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -49,10 +50,18 @@ def exact_for(device: str) -> dict[str, Any]:
 class StatefulReference:
     """A stateful IR that runs on the CPU, one conversation at a time, in f32 unless ``properties`` differ.
 
+    The logits after a token are those of one call over the text up to it: the text runs again where its length exceeds one of
+    ``rope_limits``, after which the model has other RoPE factors.
+
     Raises ``ModelError`` (the directory has no causal language model, or the CPU cannot compile it).
     """
 
-    def __init__(self, models_path: str | os.PathLike[str], properties: Mapping[str, Any] = EXACT) -> None:
+    def __init__(
+        self,
+        models_path: str | os.PathLike[str],
+        properties: Mapping[str, Any] = EXACT,
+        rope_limits: Sequence[int] = (),
+    ) -> None:
         model = read_model(get_core(), Path(models_path))
         check_kind(model, Path(models_path), "decoder")
         try:
@@ -63,17 +72,37 @@ class StatefulReference:
             ) from error
         self._names = {name for port in compiled.inputs for name in port.get_names()}
         self._request = compiled.create_infer_request()
+        self._limits = rope_limits
         self._length = 0
+        self._text: list[int] = []
 
     def reset(self) -> None:
         """Begin a new conversation."""
         self._request.reset_state()
         self._length = 0
+        self._text.clear()
 
     def logits(self, tokens: list[int]) -> NDArray[np.float32]:
         """Append tokens, and return the logits after each of them, ``[len(tokens), vocab]``."""
+        count = len(self._text)
+        ends = [limit - count for limit in self._limits if 0 < limit - count < len(tokens)]
+        pieces = [tokens[start:end] for start, end in pairwise((0, *ends, len(tokens)))]
+        return np.concatenate([self._piece(piece) for piece in pieces])
+
+    def _piece(self, tokens: list[int]) -> NDArray[np.float32]:
+        """Append tokens of which all or none exceed a limit, and return the logits after each of them."""
+        text = [*self._text, *tokens]
+        runs_again = len(self._text) in self._limits
+        if runs_again:
+            self.reset()
+        logits = self._run(text if runs_again else tokens)
+        self._text = text
+        return logits[-len(tokens) :]
+
+    def _run(self, tokens: list[int]) -> NDArray[np.float32]:
+        """Run tokens in one call, if the model can, and return the logits after each of them."""
         if CACHE_POSITION in self._names and len(tokens) > 1:  # its prefill is not exact: see fix_cache_position
-            return np.concatenate([self.logits([token]) for token in tokens])
+            return np.concatenate([self._run([token]) for token in tokens])
         past = self._length
         count = len(tokens)
         feeds = {

@@ -135,6 +135,7 @@ class VariantReport:
 class DecoderReport(ModelReport):
     """A lowered decoder. ``is_packable``: whether one call can take rows of several sequences.
 
+    ``rope_limits``: the lengths of a text after which the model has other RoPE factors.
     ``max_num_seqs`` is the most requests that run at once.
     """
 
@@ -145,6 +146,7 @@ class DecoderReport(ModelReport):
     states: tuple[StateReport, ...]
     recurrent: RecurrentReport
     is_packable: bool
+    rope_limits: tuple[int, ...]
     layers: tuple[LayerReport, ...]
     masks: tuple[str, ...]
     kv: KVReport
@@ -179,8 +181,8 @@ class DecoderReport(ModelReport):
         if states.num_states:
             size = f"{states.bytes_a_sequence / 1024:.1f} KiB per sequence"
             return [("recurrent", f"{states.num_states} states, {size}; one sequence per call, no idle rows")]
-        text = "one sequence each, because its positions affect all rows of a call"
-        return [] if self.is_packable else [("calls", text)]
+        limits = ", ".join(map(str, self.rope_limits))
+        return [("RoPE", f"other factors above {limits} tokens: a text that exceeds them is computed anew")] if limits else []
 
     def _sizes(self) -> list[tuple[str, str]]:
         """Return one row for all sizes with the same KV lengths: the rows, and "x sequences" if several share them."""

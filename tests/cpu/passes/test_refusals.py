@@ -115,3 +115,28 @@ def test_a_clamp_beyond_the_first_tokens_is_refused(last, stage, reason, zoo):
     assert caught.value.stage == stage
     assert reason in caught.value.reason
     assert "\n" not in str(caught.value)
+
+
+def add_a_table_of_positions(model, count):
+    """Add a bias by distance that is read off the end of a table of ``count`` positions, as MPT does."""
+    table = np.float32([0.5, 0.25, 0.125, 0.0625]).reshape(1, -1, 1, 1) * np.arange(1 - count, 1, dtype=np.float32)
+    for node in model.get_ordered_ops():
+        if node.get_type_name() == "ScaledDotProductAttention":
+            total = length_of(node.input_value(3), 3)
+            begin = ops.reshape(ops.subtract(np.int64(count), ops.convert(total, "i64")), [1], False)
+            bias = ops.slice(table, begin, np.array([count]), np.array([1]), np.array([3]))
+            node.input(3).replace_source_output(ops.add(node.input_value(3), bias).output(0))
+
+
+def test_a_model_is_not_evaluated_beyond_its_own_table_of_positions(zoo):
+    """The arena has more slots than a conversation has tokens, so its length is no length of a mask."""
+    for longest, reason in ((128, ""), (129, "unknown kind"), (300, "of at most 128 (here 300)")):
+        model = get_core().read_model(zoo / "llama" / "openvino_model.xml")
+        add_a_table_of_positions(model, 128)
+        model.validate_nodes_and_infer_types()
+        if not reason:
+            assert set(lower(model, LoweringOptions(longest)).graph.layer_masks) == {"causal + ALiBi"}
+            continue
+        with pytest.raises(UnsupportedModelError) as refused:
+            lower(model, LoweringOptions(longest))
+        assert reason in refused.value.reason
