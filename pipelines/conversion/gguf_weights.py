@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from openvino import opset13 as ops
 
 from staticllm.pipelines.conversion.gguf_layers import JOINED, WEIGHT
-from staticllm.sources.gguf_architectures import head_size
 from staticllm.sources.gguf_header import GGUFHeader, GGUFTensor
+from staticllm.sources.gguf_tensors import head_size, num_heads, num_kv_heads
 
 Numbers = NDArray[np.float32]
 
@@ -88,7 +88,7 @@ def _parts(tensor: GGUFTensor, header: GGUFHeader) -> Iterator[tuple[str, GGUFTe
     if joined is None or len(tensor.shape) != 2:
         yield tensor.name, tensor
         return
-    counts = [header.number(f"{header.architecture}.attention.head_count{which}") or 0 for which in ("", "_kv", "_kv")]
+    counts = [num_heads(header), num_kv_heads(header), num_kv_heads(header)]
     begin = tensor.offset
     row = tensor.num_bytes // tensor.shape[1]
     for letter, count in zip("qkv", counts, strict=True):

@@ -124,7 +124,11 @@ def test_the_context_ends_where_the_original_one_does(name, file_of):
         ("llama", {"keys": {"attention.head_count_kv": [2, 1, 2]}}, "head_count_kv [2, 1, 2], which"),
         ("llama", {"keys": {"attention.layer_norm_rms_epsilon": -1.0}}, "rms_epsilon -1.0, which"),
         ("llama", {"keys": {"block_count": 0}}, "llama.block_count 0, which"),
-        ("llama", {"tensors": {"rope_freqs.weight": FACTORS[:3]}}, "rope_freqs.weight of other sizes"),
+        (
+            "llama",
+            {"tensors": {"rope_freqs.weight": FACTORS[:3]}},
+            "has rope_freqs.weight with the shape [3] in F32, and a head has 16 angles",
+        ),
         ("llama", {"tensors": {"rope_freqs.weight": FACTORS * 0}}, "rope_freqs.weight that divide by nothing"),
         ("llama", {"tensors": {"blk.0.ffn_sub_norm.weight": FACTORS}}, "leaves out ('blk.0.ffn_sub_norm.weight')"),
         ("qwen2", {"keys": {**YARN, "rope.scaling.yarn_beta_fast": 0.0}}, "yarn_beta_fast 0.0, which"),
