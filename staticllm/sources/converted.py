@@ -7,6 +7,7 @@ remembers the digest of each path with its stamp, and another one the digests an
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -26,7 +27,7 @@ from staticllm.children.child import Child, ChildLostError, last_words, python_c
 from staticllm.core import OnProgress, ProgressEvent, Stage
 from staticllm.errors import ModelError
 from staticllm.sources.gguf_architectures import check_architecture
-from staticllm.sources.gguf_header import read_gguf_header
+from staticllm.sources.gguf_header import GGUFHeader, read_gguf_header
 from staticllm.system.cache_folder import user_cache
 from staticllm.system.file_lock import acquire
 from staticllm.system.files import open_regular, read_regular, whole_file, write_whole
@@ -49,6 +50,10 @@ _DIGEST_CHARS = 32
 _NOTE_BYTES = 1 << 16
 _UNFINISHED = ".unfinished-"
 _OLD_SECONDS = 24 * 3600.0
+_BITS = {
+    "Q2_K": 8.0, "Q3_K": 6.0, "Q4_1": 6.0, "Q4_K": 6.0, "Q5_0": 8.5, "Q5_1": 10.0, "Q5_K": 10.0, "Q6_K": 10.0, "MXFP4": 9.0,
+}  # fmt: skip
+"""Bits per number of a converted model, with scales and zero points; numbers of other types stay as large as they are."""
 _SPARE_BYTES = 64 << 20
 """What a converted model has beside its weights: vocabulary and graph."""
 
@@ -77,7 +82,7 @@ def converted(path: Path, on_progress: OnProgress = lambda event: None) -> Path:
     if not _is_whole(folder / digest):
         with _cache_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            _check_room(path, folder, num_bytes)
+            _check_room(path, folder, converted_size(header))
             with acquire(folder / f"{digest}.lock"):
                 if not _is_whole(folder / digest):
                     shutil.rmtree(folder / digest, ignore_errors=True)
@@ -165,10 +170,10 @@ class ConvertedModel:
 def converted_models() -> list[ConvertedModel]:
     """Return the model directories in the user's cache."""
     folder = user_cache() / FOLDER
-    sources: dict[str, list[Path]] = {}
+    sources: dict[str, set[Path]] = {}
     for note in sorted(folder.glob("*.digest")):
         if (found := _read_note(note)) is not None and found[1]:
-            sources.setdefault(found[0], []).append(Path(found[1]))
+            sources.setdefault(found[0], set()).add(Path(found[1]))
     models = []
     for each in sorted(folder.glob("*/")) if folder.is_dir() else ():
         with suppress(OSError):
@@ -214,6 +219,15 @@ def _file_digest(path: Path, num_bytes: int | None = None, before: bytes = b"") 
     return found.hexdigest()[:_DIGEST_CHARS]
 
 
+def converted_size(header: GGUFHeader) -> int:
+    """Return about how many bytes the weights of a file have when they are converted."""
+    sizes = (
+        math.prod(tensor.shape) * _BITS[tensor.kind] / 8 if tensor.kind in _BITS else tensor.num_bytes
+        for tensor in header.tensors
+    )
+    return math.ceil(sum(sizes))
+
+
 def _check_room(path: Path, folder: Path, num_bytes: int) -> None:
     needed = num_bytes + _SPARE_BYTES
     free = shutil.disk_usage(folder).free
@@ -227,8 +241,8 @@ def _check_room(path: Path, folder: Path, num_bytes: int) -> None:
 def _convert(path: Path, target: Path, num_bytes: int, source: _Source) -> None:
     """Make the directory of a file as a whole or not at all. ``target`` is named by the digest of what was read before.
 
-    So it must still be there afterwards: the child may have read something else meanwhile. Stamps alone would miss a change where a
-    file system has no time of changes, and the digest alone one that was undone.
+    So it must still be there afterwards: the child may have read something else meanwhile. Stamps alone would miss a change where
+    a file system has no time of changes, and the digest alone one that was undone.
     """
     lock = target.with_name(f"{target.name}.child.lock")
     acquire(lock).release()  # the child of a killed process may still write

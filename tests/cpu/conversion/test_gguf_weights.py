@@ -16,6 +16,7 @@ from staticllm.compiler_passes.lower import LoweringOptions, lower
 from staticllm.core import Variant
 from staticllm.pipelines.conversion.gguf_layers import WEIGHT
 from staticllm.pipelines.conversion.gguf_model import convert
+from staticllm.sources.converted import converted_size
 from staticllm.sources.gguf_header import read_gguf_header
 from tests.cpu.conversion.test_gguf import logits_of
 
@@ -69,6 +70,8 @@ def test_weights_are_those_of_the_file_in_types_that_npus_take(kind, tmp_path):
         compared += len(expected.shape) > 1
     assert compared == 8  # seven matrices of a layer, and the embeddings
     assert types_of(model) <= TAKEN
+    size = (tmp_path / "made" / "openvino_model.bin").stat().st_size
+    assert 0.98 <= size / converted_size(read_gguf_header(path)) <= 1.02
     lowered = lower(model, LoweringOptions(256), DECODER_NPU).specialise(Variant(2, 8))
     assert types_of(lowered) <= TAKEN
     assert not [matrix for matrix in find_compressed_matrices(lowered) if matrix.zero_point is not None]
