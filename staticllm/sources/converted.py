@@ -261,9 +261,10 @@ def _convert(path: Path, target: Path, num_bytes: int, source: _Source) -> None:
 def _files_of(folder: Path) -> dict[str, list[Any]]:
     """Return the digest of each file by its name, and the stamp with which it was read."""
     paths = sorted(each for each in folder.iterdir() if each.name != _FILES and each.is_file())
+    stamps = [stamp_of(each) for each in paths]  # first: of what changes meanwhile, they are too old
     with ThreadPoolExecutor(2) as pool:
         digests = pool.map(_file_digest, paths)
-        return {each.name: [digest, *stamp_of(each)] for each, digest in zip(paths, digests, strict=True)}
+        return {each.name: [digest, *stamp] for each, digest, stamp in zip(paths, digests, stamps, strict=True)}
 
 
 def _is_whole(folder: Path) -> bool:

@@ -134,7 +134,9 @@ _REAL: Mapping[str, tuple[float, float]] = {
 """The least and the most of keys whose values are real numbers; 0 and a million of those that are not here."""
 _OFF = ("rope.scaling.factor", "rope.scale_linear")
 """Keys that may also be 0, which is as if they were missing."""
-_NEUTRAL: Mapping[str, Any] = {"attention.causal": True, "use_parallel_residual": True}
+_NEUTRAL: Mapping[str, Any] = {
+    "attention.causal": True, "use_parallel_residual": True, **dict.fromkeys(_MULTIPLIERS, 1.0),
+}  # fmt: skip
 """Values of other keys that change nothing; of those that are not here, 0, False and empty ones."""
 _SCALINGS = ("none", "linear", "yarn", "longrope")
 _WEIGHTS = (
@@ -212,7 +214,7 @@ def _is_applied(header: GGUFHeader, key: str, value: Any) -> bool:
     if key in architecture.keys:
         return True
     if key in _NEUTRAL:
-        return bool(value == _NEUTRAL[key])
+        return not isinstance(value, np.ndarray) and bool(value == _NEUTRAL[key])
     return not np.any(value) if isinstance(value, np.ndarray) else not value
 
 

@@ -113,6 +113,12 @@ def test_the_context_ends_where_the_original_one_does(name, file_of):
     [
         ("llama", {"keys": {"expert_count": 4}}, "has layers of experts"),
         ("llama", {"keys": {"logit_scale": 0.5}}, "has 'llama.logit_scale' 0.5, which OpenVINO's reader leaves out"),
+        ("llama", {"keys": {"logit_scale": 0.0}}, "has 'llama.logit_scale' 0.0, which OpenVINO's reader leaves out"),
+        (
+            "qwen2",
+            {"keys": {"embedding_scale": 0.0}},
+            "has 'qwen2.embedding_scale' 0.0, which OpenVINO's reader leaves out",
+        ),
         ("qwen2", {"keys": WINDOW}, "has 'qwen2.attention.sliding_window' 16, which"),
         ("gemma3", {"keys": {"attention.sliding_window_pattern": 3, **WINDOW}}, "sliding_window_pattern' 3, which"),
         ("llama", {"keys": {"rope.scaling.type": "su"}}, "'llama.rope.scaling.type' 'su', which"),

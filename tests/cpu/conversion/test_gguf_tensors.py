@@ -137,6 +137,10 @@ def changed_facts(name, header):
     """Yield the facts of a file with other values, and those that it could have."""
     own = header.architecture
     keys = {key for key in header.metadata if key.startswith(f"{own}.")}
+    keys |= {
+        f"{own}.{key}"
+        for key in ("attention.causal", "attention.scale", "vocab_size", "expert_count", "rope.scale_linear")
+    }
     keys |= {f"{own}.{key}" for other in CASES.values() for key in dict(other[1].get("keys", ()))}
     for key in sorted(keys):
         for value in VALUES:
@@ -193,18 +197,18 @@ def test_facts_that_are_taken_are_computed(headers, tmp_path, in_full):
         assert np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max(), (name, key, value)
 
 
-def random_values(shapes, scale=0.5):
+def random_values(shapes, scale):
     return {name: RANDOM.normal(0, scale, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def in_layers(shapes, layers=3):
-    return random_values({f"blk.{layer}.{name}": shape for layer in range(layers) for name, shape in shapes.items()})
+def in_layers(shapes, scale=0.5):
+    return random_values({f"blk.{layer}.{name}": shape for layer in range(3) for name, shape in shapes.items()}, scale)
 
 
 BIASES = in_layers({"attn_q.bias": (HEADS * SIZE,), "attn_k.bias": (PAIRS * SIZE,), "attn_v.bias": (PAIRS * SIZE,)})
 OUTPUT = in_layers({"attn_output.bias": (WIDTH,)})
 INNER = in_layers({"ffn_gate.bias": (WIDTH,), "ffn_up.bias": (WIDTH,), "ffn_down.bias": (WIDTH,)})
-JOINED = in_layers({"attn_qkv.weight": ((HEADS + 2 * PAIRS) * SIZE, WIDTH)}) | in_layers(
+JOINED = in_layers({"attn_qkv.weight": ((HEADS + 2 * PAIRS) * SIZE, WIDTH)}, 1.2 / WIDTH**0.5) | in_layers(
     {"attn_qkv.bias": ((HEADS + 2 * PAIRS) * SIZE,)}
 )
 
