@@ -67,7 +67,7 @@ class FolderIndex:
             if "/." in f"/{name}" or (path.is_dir() and not path.is_symlink() and os.access(path, os.R_OK)):
                 continue
             if path.is_file() and not path.is_symlink() and status.st_size <= MAX_BYTES and name.isprintable():
-                present[name] = f"{status.st_mtime_ns} {status.st_size}"
+                present[name] = f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_size}"
             else:
                 say("left out:", ascii(name), f"is no plain file with a printable name and at most {MAX_BYTES} bytes")
         known = {row["file"]: row["stamp"] for row in self.table.search().where("number = 0").to_list()}

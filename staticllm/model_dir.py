@@ -17,6 +17,7 @@ from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML
 from staticllm.sources.hub import located
 from staticllm.system.files import open_regular, read_regular
 from staticllm.system.ir_file import MAX_XML, Constant, IrError, IrFile, packed_texts, read_ir
+from staticllm.wire.file_stamp import Stamp, stamp_of
 
 if TYPE_CHECKING:
     import openvino as ov
@@ -175,8 +176,7 @@ def kv_shapes(directory: Path, model_file: str = MODEL_XML) -> list[tuple[int, i
     if held is not None:
         return _read_ir(held.xml.encode(), MODEL_XML).kv_shapes
     xml = directory / model_file
-    stat = xml.stat()
-    return _parsed(xml, stat.st_mtime_ns, stat.st_size).kv_shapes
+    return _parsed(xml, stamp_of(xml)).kv_shapes
 
 
 def _needed(xml: bytes, name: str = MODEL_XML) -> int:
@@ -198,8 +198,7 @@ def check_ir(xml: Path, weights: Path | None = None, is_encrypted: bool = False)
     """
     if not xml.is_file():
         raise ModelError(f"{xml.name} is missing in {str(xml.parent)!r}: export the model with `staticllm export`")
-    stat = xml.stat()
-    ir = _parsed(xml, stat.st_mtime_ns, stat.st_size)
+    ir = _parsed(xml, stamp_of(xml))
     weights = weights or xml.with_suffix(".bin")
     needed = 1 if is_encrypted else ir.num_weight_bytes
     is_there = weights.is_file()
@@ -215,7 +214,7 @@ def check_ir(xml: Path, weights: Path | None = None, is_encrypted: bool = False)
 
 
 @lru_cache(8)  # loading reads it several times, and a large XML takes 0.1 s
-def _parsed(xml: Path, modified: int, size: int) -> IrFile:
+def _parsed(xml: Path, stamp: Stamp) -> IrFile:
     try:
         text = read_regular(xml, MAX_XML)
     except OSError as error:

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from staticllm.children.answers import answer_all
+from staticllm.children.child import end_with_parent
 from staticllm.errors import ModelError, last_line
 from staticllm.pipelines.conversion.gguf_model import convert
+from staticllm.system.file_lock import acquire
 
 
 def _answer(body: Mapping[str, Any]) -> dict[str, Any]:
-    convert(Path(body["path"]), Path(body["target"]))
+    with acquire(Path(body["lock"])):
+        convert(Path(body["path"]), Path(body["target"]))
     return {}
 
 
@@ -23,4 +26,5 @@ def _failure(error: Exception, body: Mapping[str, Any]) -> ModelError:
 
 
 def main() -> None:
+    end_with_parent()
     answer_all(_answer, _failure)

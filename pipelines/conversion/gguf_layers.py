@@ -10,8 +10,9 @@ from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph.step_graph import redirect
 from staticllm.errors import ModelError, shown
-from staticllm.sources.gguf_architectures import EXPORT, ROTATION_TENSORS, architecture_of, layer_of
+from staticllm.sources.gguf_architectures import EXPORT, architecture_of, layer_of
 from staticllm.sources.gguf_header import GGUFHeader
+from staticllm.sources.gguf_tensors import ROTATION_TENSORS
 
 WEIGHT = "weight.weight_"
 """Begins the names of the reader's weights."""

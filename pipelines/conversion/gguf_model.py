@@ -86,7 +86,7 @@ def _read(header: GGUFHeader) -> ov.Model:
 
 
 def _config(header: GGUFHeader) -> dict[str, Any]:
-    found = {name: header.number(f"{header.architecture}.{key}") for name, key in _SIZES.items()}
+    found = {name: header.whole(key) for name, key in _SIZES.items()}
     found["max_position_embeddings"] = context_length(header)
     return {"model_type": header.architecture, **{name: value for name, value in found.items() if value is not None}}
 

@@ -14,8 +14,9 @@ from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph.step_graph import consumers
 from staticllm.errors import ModelError
-from staticllm.sources.gguf_architectures import EXPORT, ROTATION_TENSORS, architecture_of, has_window, layer_of
+from staticllm.sources.gguf_architectures import EXPORT, architecture_of, has_window, layer_of
 from staticllm.sources.gguf_header import GGUFHeader
+from staticllm.sources.gguf_tensors import ROTATION_TENSORS
 
 _ROTATED = re.compile(r"blk\.\d+\.[QK]cur_rope$")
 _FREQUENCIES, _SHORT, _ = ROTATION_TENSORS

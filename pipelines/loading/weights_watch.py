@@ -10,6 +10,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.errors import ModelError
 from staticllm.model_dir import model_in_memory, weights_of
 from staticllm.system.files import open_regular
+from staticllm.wire.file_stamp import Stamp, stamp_of
 
 PAGES, PAGE_BYTES = 64, 4096
 
@@ -28,7 +29,7 @@ class WeightsWatch:
     def check(self) -> None:
         """Check that the file is still the one that was loaded. Raises ``ModelError``."""
         seen = self._stat()
-        if seen == self._seen or seen is None or self._seen is None or seen[0] != self._seen[0]:
+        if seen == self._seen or seen is None or self._seen is None or seen[-1] != self._seen[-1]:
             return
         if self._sampled() != self._sample:
             raise ModelError(
@@ -37,12 +38,11 @@ class WeightsWatch:
             )
         self._seen = seen
 
-    def _stat(self) -> tuple[int, int, int] | None:
+    def _stat(self) -> Stamp | None:
         try:
-            found = self._path.stat()
+            return stamp_of(self._path)
         except OSError:
             return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
 
     def _sampled(self) -> bytes:
         """Return a digest of ``PAGES`` pages that are spread over the file."""

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from ..wire import endpoint
+from ..wire.file_stamp import Stamp, stamp_of
 
-Stamp = tuple[int, int]
 _numbers = count(1)
 
 
@@ -191,5 +191,4 @@ def _delete_orphans(folder: Path) -> None:
 
 
 def _stamps(*paths: Path) -> tuple[Stamp, ...]:
-    found = [path.stat() for path in paths if path.is_file()]
-    return tuple((each.st_size, each.st_mtime_ns) for each in found)
+    return tuple(stamp_of(path) for path in paths if path.is_file())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, BinaryIO
 
 from staticllm.children.child import take_pipes
 from staticllm.errors import MAX_SENT, DeviceError, StaticLLMError, from_wire, last_line, to_wire
-from staticllm.wire.messages import Kind, Message, read_message, write_message
+from staticllm.wire.messages import Kind, Message, ProtocolError, read_message, write_message
 
 
 def failed(error: BaseException) -> Message:
@@ -44,12 +47,15 @@ def answer_all(
     answer: Callable[[Mapping[str, Any]], dict[str, Any]],
     failure: Callable[[Exception, Mapping[str, Any]], StaticLLMError],
 ) -> None:
-    """Answer the parent's questions until it closes the pipe: what a child process does.
+    """Answer the parent's questions until it closes the pipe: what a child process does. It ends then, within an answer too.
 
     Errors of ours are answers as they are; of others, ``failure`` makes one of ours, which says what helps.
     """
     questions, answers = take_pipes()
-    while (message := read_message(questions)) is not None:
+    waiting = SimpleQueue[Message]()
+    Thread(target=_read, args=(questions, waiting), name="staticllm-questions", daemon=True).start()
+    while True:
+        message = waiting.get()
         try:
             found = Message(Kind.OK, body=answer(message.body))
         except StaticLLMError as error:
@@ -57,3 +63,14 @@ def answer_all(
         except Exception as error:
             found = failed(failure(error, message.body))
         write_message(answers, found)
+
+
+def _read(questions: BinaryIO, waiting: SimpleQueue[Message]) -> None:
+    """Read questions while another is answered, to notice the end of the parent at once."""
+    try:
+        while (message := read_message(questions)) is not None:
+            waiting.put(message)
+    except (ProtocolError, OSError):
+        pass
+    finally:
+        os._exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ LOST_SECONDS = 5.0
 """Grace period for a process that answered something else than a message, in seconds."""
 END_SECONDS = 5.0
 """Seconds in which a process must end whose pipes are closed."""
+_PARENT_DEATH_SIGNAL = 1
 LAST_BYTES = 500
 """The most bytes of stderr that an error quotes."""
 
@@ -229,6 +231,15 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
         for pipe in (answers.fileno(), 0):
             os.register_at_fork(after_in_child=partial(os.close, pipe))
     return sys.stdin.buffer, answers
+
+
+def end_with_parent() -> None:
+    """Let Linux end this process with the thread that started it, which must wait for it.
+
+    Calls of libraries may keep the thread for seconds from running that sees the end of the parent's pipe.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
 
 
 def python_command(module: str) -> list[str]:

@@ -35,6 +35,7 @@ from staticllm.server.state import ServerState
 from staticllm.system.files import read_regular
 from staticllm.system.ir_file import MAX_XML, Constant, read_ir
 from staticllm.version import __version__
+from staticllm.wire.file_stamp import stamp_of
 
 MAX_CONFIG = 1 << 20
 ARCHITECTURE = "openvino"
@@ -105,11 +106,11 @@ def facts_of(spec: ModelSpec) -> ModelFacts:
     are damaged).
     """
     try:
-        graphs = [(spec.path / name).stat() for name in SERVED[spec.kind].model_files]
-        weights = [weights_of(spec.path, model_file=name).stat() for name in SERVED[spec.kind].model_files]
-        stamps = [(each.st_mtime_ns, each.st_size) for each in (*graphs, *weights)]
-        modified = max(stamp[0] for stamp in stamps)
-        return _read(spec, (modified, sum(each.st_size for each in weights), hash(tuple(stamps))))
+        graphs = [stamp_of(spec.path / name) for name in SERVED[spec.kind].model_files]
+        weights = [stamp_of(weights_of(spec.path, model_file=name)) for name in SERVED[spec.kind].model_files]
+        stamps = (*graphs, *weights)
+        modified = max(content for _, content, _, _ in stamps)
+        return _read(spec, (modified, sum(size for size, _, _, _ in weights), hash(stamps)))
     except OSError:
         raise model_missing(spec.name) from None
 

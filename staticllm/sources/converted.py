@@ -1,49 +1,59 @@
 """Model directories that were made of GGUF files: each file is converted once, in a child process, and kept in the user's cache.
 
 A folder is named by the digest of the file and of what converts it. So that a start need not read gigabytes, a small file
-remembers the digest of each path with its size and its times.
+remembers the digest of each path with its stamp, and another one the digests and stamps of what was written.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from staticllm.children.answers import check
 from staticllm.children.child import Child, ChildLostError, last_words, python_command
 from staticllm.core import OnProgress, ProgressEvent, Stage
 from staticllm.errors import ModelError
 from staticllm.sources.gguf_architectures import check_architecture
-from staticllm.sources.gguf_header import read_gguf_header
+from staticllm.sources.gguf_header import GGUFHeader, read_gguf_header
 from staticllm.system.cache_folder import user_cache
 from staticllm.system.file_lock import acquire
-from staticllm.system.files import open_regular, read_regular, whole_file
+from staticllm.system.files import open_regular, read_regular, whole_file, write_whole
+from staticllm.wire.file_stamp import stamp_of
 from staticllm.wire.messages import Kind, Message
 
 FOLDER = "converted"
 CHILD = "staticllm.pipelines.conversion.child"
-FORMAT = "3"
+FORMAT = "4"
 """Changes when the same file is converted differently."""
 MAX_SECONDS = 3600.0
 STAGE: Stage = "convert"
-_SIZES = "sizes.json"
-"""The sizes of the files of a converted model, by which one is noticed that others have damaged."""
-_MOST_SIZES = 1 << 16
+_FILES = "files.json"
+"""The digests and stamps of the files of a converted model, by which one is noticed that others have damaged."""
+_MOST_FILES = 1 << 16
+_STEP_NS = 2 * 10**9
+"""The longest step in which file systems count times."""
 _CHUNK = 16 << 20
 _DIGEST_CHARS = 32
 _NOTE_BYTES = 1 << 16
 _UNFINISHED = ".unfinished-"
 _OLD_SECONDS = 24 * 3600.0
+_BITS = {
+    "Q2_K": 8.0, "Q3_K": 6.0, "Q4_1": 6.0, "Q4_K": 6.0, "Q5_0": 8.5, "Q5_1": 10.0, "Q5_K": 10.0, "Q6_K": 10.0, "MXFP4": 9.0,
+}  # fmt: skip
+"""Bits per number of a converted model, with scales and zero points; numbers of other types stay as large as they are."""
 _SPARE_BYTES = 64 << 20
 """What a converted model has beside its weights: vocabulary and graph."""
 
@@ -51,31 +61,35 @@ _SPARE_BYTES = 64 << 20
 def converted(path: Path, on_progress: OnProgress = lambda event: None) -> Path:
     """Return the model directory of a GGUF file, which is converted if it is new.
 
-    Raises ``ModelError`` (the file is damaged, one of several parts, or of an architecture or vocabulary that cannot be read; or
-    the cache has no room or cannot be written).
+    A cache that cannot be written is used as far as it goes. Raises ``ModelError`` (the file is damaged, one of several parts, or
+    of an architecture or vocabulary that cannot be read; or it is new, and the cache has no room or cannot be written).
     """
     folder = user_cache() / FOLDER
-    with _cache_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        note = folder / f"{_name_of(path)}.digest"
-        digest = _noted(note)
-        if digest is not None and _is_whole(folder / digest):
+    source = _source_of(path)
+    note = folder / f"{source.name}.digest"
+    digest = _noted(note) if _is_settled(note, source) else None
+    if digest is not None and _is_whole(folder / digest):
+        with suppress(OSError):
             os.utime(folder / digest)
-            return folder / digest
-        begin = time.monotonic()
-        on_progress(ProgressEvent(STAGE, 1, 1, 0.0, is_done=False))
-        header = read_gguf_header(path)
-        check_architecture(header)
-        num_bytes = max(tensor.offset + tensor.num_bytes for tensor in header.tensors)
-        _check_room(path, folder, num_bytes)
-        digest = _digest_of(path, num_bytes)
-        with acquire(folder / f"{digest}.lock"):
-            if not _is_whole(folder / digest):
-                shutil.rmtree(folder / digest, ignore_errors=True)
-                _convert(path, folder / digest, note)
-        with whole_file(note) as file:
-            file.write(f"{digest}\n{os.path.abspath(path)}".encode("utf-8", "surrogateescape"))  # noqa: PTH100 - links are not followed
-        on_progress(ProgressEvent(STAGE, 1, 1, time.monotonic() - begin))
+        return folder / digest
+    begin = time.monotonic()
+    on_progress(ProgressEvent(STAGE, 1, 1, 0.0, is_done=False))
+    header = read_gguf_header(path)
+    check_architecture(header)
+    num_bytes = max(tensor.offset + tensor.num_bytes for tensor in header.tensors)
+    digest = _digest_of(path, num_bytes)
+    _check_unchanged(path, source)
+    if not _is_whole(folder / digest):
+        with _cache_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            _check_room(path, folder, converted_size(header))
+            with acquire(folder / f"{digest}.lock"):
+                if not _is_whole(folder / digest):
+                    shutil.rmtree(folder / digest, ignore_errors=True)
+                    _convert(path, folder / digest, num_bytes, source)
+    with suppress(OSError), whole_file(note) as file:
+        file.write(f"{digest}\n{os.path.abspath(path)}".encode("utf-8", "surrogateescape"))  # noqa: PTH100 - links are not followed
+    on_progress(ProgressEvent(STAGE, 1, 1, time.monotonic() - begin))
     return folder / digest
 
 
@@ -90,11 +104,36 @@ def _cache_errors(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _name_of(path: Path) -> str:
-    """Return a name for a file as it is now: its path, size and times."""
-    stat = path.stat()
-    values = (str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ino, converter())
-    return sha256(repr(values).encode()).hexdigest()[:_DIGEST_CHARS]
+@dataclass(frozen=True)
+class _Source:
+    """A file as it is now. ``name``: made of its path and its stamp; ``changed``: when it was changed last, ns."""
+
+    name: str
+    changed: int
+
+
+def _source_of(path: Path) -> _Source:
+    try:
+        stamp = stamp_of(path)
+    except OSError as error:
+        raise ModelError(f"{str(path)!r} cannot be read ({error.strerror or error}): check its permissions") from None
+    values = (str(path.resolve()), stamp, converter())
+    return _Source(sha256(repr(values).encode()).hexdigest()[:_DIGEST_CHARS], stamp[2])
+
+
+def _check_unchanged(path: Path, source: _Source, is_same: bool = True) -> None:
+    if not is_same or _source_of(path) != source:
+        raise ModelError(f"{str(path)!r} was changed while it was converted: wait until it is complete, and try again")
+
+
+def _is_settled(note: Path, source: _Source) -> bool:
+    """Return whether a note is so much younger than its file that the file's times would show a later change.
+
+    Times move in steps: a change right after the file was read could leave them as they were.
+    """
+    with suppress(OSError):
+        return note.stat().st_mtime_ns - source.changed > _STEP_NS
+    return False
 
 
 def converter() -> str:
@@ -131,10 +170,10 @@ class ConvertedModel:
 def converted_models() -> list[ConvertedModel]:
     """Return the model directories in the user's cache."""
     folder = user_cache() / FOLDER
-    sources: dict[str, list[Path]] = {}
+    sources: dict[str, set[Path]] = {}
     for note in sorted(folder.glob("*.digest")):
         if (found := _read_note(note)) is not None and found[1]:
-            sources.setdefault(found[0], []).append(Path(found[1]))
+            sources.setdefault(found[0], set()).add(Path(found[1]))
     models = []
     for each in sorted(folder.glob("*/")) if folder.is_dir() else ():
         with suppress(OSError):
@@ -166,12 +205,27 @@ def remove_converted(model: ConvertedModel) -> None:
 
 def _digest_of(path: Path, num_bytes: int) -> str:
     """Return the digest of what converts and of the file up to the end of its last tensor."""
-    found = sha256(converter().encode())
+    return _file_digest(path, num_bytes, converter().encode())
+
+
+def _file_digest(path: Path, num_bytes: int | None = None, before: bytes = b"") -> str:
+    """Return the digest of ``before`` and of a file, or of its first bytes."""
+    found = sha256(before)
+    left = path.stat().st_size if num_bytes is None else num_bytes
     with open_regular(path) as file:
-        while data := file.read(min(_CHUNK, num_bytes)):
+        while data := file.read(min(_CHUNK, left)):
             found.update(data)
-            num_bytes -= len(data)
+            left -= len(data)
     return found.hexdigest()[:_DIGEST_CHARS]
+
+
+def converted_size(header: GGUFHeader) -> int:
+    """Return about how many bytes the weights of a file have when they are converted."""
+    sizes = (
+        math.prod(tensor.shape) * _BITS[tensor.kind] / 8 if tensor.kind in _BITS else tensor.num_bytes
+        for tensor in header.tensors
+    )
+    return math.ceil(sum(sizes))
 
 
 def _check_room(path: Path, folder: Path, num_bytes: int) -> None:
@@ -184,33 +238,51 @@ def _check_room(path: Path, folder: Path, num_bytes: int) -> None:
         )
 
 
-def _convert(path: Path, target: Path, note: Path) -> None:
-    """Make the directory of a file as a whole or not at all. ``note`` has the name of the file as it was when it was read."""
+def _convert(path: Path, target: Path, num_bytes: int, source: _Source) -> None:
+    """Make the directory of a file as a whole or not at all. ``target`` is named by the digest of what was read before.
+
+    So it must still be there afterwards: the child may have read something else meanwhile. Stamps alone would miss a change where
+    a file system has no time of changes, and the digest alone one that was undone.
+    """
+    lock = target.with_name(f"{target.name}.child.lock")
+    acquire(lock).release()  # the child of a killed process may still write
     _remove_unfinished(target)
     scratch = target.with_name(f"{_UNFINISHED}{target.name}.{secrets.token_hex(4)}")
     scratch.mkdir()
     try:
-        _run_child(path, scratch)
-        if _name_of(path) != note.stem:
-            raise ModelError(
-                f"{str(path)!r} was changed while it was converted: wait until it is complete, and try again"
-            )
-        (scratch / _SIZES).write_text(json.dumps(_sizes(scratch)), "utf-8")
+        _run_child(path, scratch, lock)
+        _check_unchanged(path, source, _digest_of(path, num_bytes) == target.name)
+        (scratch / _FILES).write_text(json.dumps(_files_of(scratch)), "utf-8")
         scratch.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    return {each.name: each.stat().st_size for each in folder.iterdir() if each.name != _SIZES}
+def _files_of(folder: Path) -> dict[str, list[Any]]:
+    """Return the digest of each file by its name, and the stamp with which it was read."""
+    paths = sorted(each for each in folder.iterdir() if each.name != _FILES and each.is_file())
+    stamps = [stamp_of(each) for each in paths]  # first: of what changes meanwhile, they are too old
+    with ThreadPoolExecutor(2) as pool:
+        digests = pool.map(_file_digest, paths)
+        return {each.name: [digest, *stamp] for each, digest, stamp in zip(paths, digests, stamps, strict=True)}
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether a folder has the files that were written, with their sizes."""
+    """Return whether a folder has the files that were written, byte for byte.
+
+    A file that has the stamp with which it was read is not read again.
+    """
     try:
-        known = json.loads(read_regular(folder / _SIZES, _MOST_SIZES, follow=False))
-        return isinstance(known, dict) and known.items() <= _sizes(folder).items()
-    except (OSError, ValueError, RecursionError):
+        known = json.loads(read_regular(folder / _FILES, _MOST_FILES, follow=False))
+        is_same = all(list(stamp_of(folder / name)) == stamp for name, (_, *stamp) in known.items())
+        if not is_same:
+            found = {name: each for name, each in _files_of(folder).items() if name in known}
+            if {name: each[0] for name, each in found.items()} != {name: each[0] for name, each in known.items()}:
+                return False
+            with suppress(OSError):
+                write_whole(folder / _FILES, json.dumps(found).encode())
+        return bool(known)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return False
 
 
@@ -223,14 +295,17 @@ def _remove_unfinished(target: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _run_child(path: Path, scratch: Path) -> None:
-    """Convert in a child process: the readers are not made for damaged files, and the memory is free afterwards."""
+def _run_child(path: Path, scratch: Path, lock: Path) -> None:
+    """Convert in a child process: the readers are not made for damaged files, and the memory is free afterwards.
+
+    The child holds ``lock``, which outlives this process if that is killed.
+    """
     if getattr(sys, "frozen", False):
         raise ModelError(
             f"{str(path)!r} cannot be converted by a frozen application: give it a converted model directory"
         )
     errors = scratch / "errors.txt"
-    body = {"path": str(path.absolute()), "target": str(scratch.absolute())}
+    body = {"path": str(path.absolute()), "target": str(scratch.absolute()), "lock": str(lock.absolute())}
     try:
         with Child(python_command(CHILD), has_pipes=True, errors=errors) as child:
             check(child.ask(Message(Kind.MODEL, body=body), MAX_SECONDS))

@@ -16,9 +16,19 @@ import numpy as np
 
 from staticllm.errors import ModelError, shown
 from staticllm.sources.gguf_header import GGUFHeader, kinds_of
+from staticllm.sources.gguf_tensors import (
+    ROTATION_TENSORS,
+    LayerTensors,
+    head_size,
+    num_heads,
+    num_kv_heads,
+    rotated_size,
+    wrong_tensors,
+)
 
 EXPORT = "export the original model with `staticllm export`"
 Windows = Literal["none", "all", "periodic"]
+_PLAIN = LayerTensors()
 
 
 @dataclass(frozen=True)
@@ -30,6 +40,7 @@ class GGUFArchitecture:
     ``period_unrotated``: every layer of this number is not rotated. ``normed_after_rotation``: queries and keys are. ``keys``:
     those that the reader applies beside those that all have. ``divides_logits``: ``logit_scale`` divides, and the reader
     multiplies. ``deep``: the number of layers of the one size whose attention is scaled by the embedding's part of a head.
+    ``layers``: the tensors of its layers. ``needs``: keys without which other programs guess.
     """
 
     windows: Windows = "none"
@@ -40,23 +51,29 @@ class GGUFArchitecture:
     divides_logits: bool = False
     deep: int = 0
     keys: frozenset[str] = frozenset()
+    needs: frozenset[str] = frozenset()
+    layers: LayerTensors = _PLAIN
 
 
 _MULTIPLIERS = frozenset(("embedding_scale", "residual_scale", "logit_scale"))
+_CAPS = frozenset(("attn_logit_softcapping", "final_logit_softcapping"))
+_HEAD_NORMS = LayerTensors(has_head_norms=True)
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(windows="all"),
     "mistral3": GGUFArchitecture(
         windows="all", keys=frozenset(("attention.temperature_scale", "attention.temperature_length"))
     ),
-    "qwen2": GGUFArchitecture(),
-    "qwen3": GGUFArchitecture(),
-    "phi3": GGUFArchitecture(windows="all"),
-    "gemma": GGUFArchitecture(),
+    "qwen2": GGUFArchitecture(layers=LayerTensors(has_biases=True)),
+    "qwen3": GGUFArchitecture(layers=_HEAD_NORMS),
+    "phi3": GGUFArchitecture(windows="all", layers=LayerTensors(is_fused=True, may_bias_inner=False)),
+    "gemma": GGUFArchitecture(layers=LayerTensors(may_bias_inner=False)),
     "gemma2": GGUFArchitecture(
         windows="periodic",
         period=2,
         deep=46,
-        keys=frozenset(("attn_logit_softcapping", "final_logit_softcapping")),
+        keys=_CAPS,
+        needs=_CAPS,
+        layers=LayerTensors(has_post_norms=True, may_bias_inner=False),
     ),
     "gemma3": GGUFArchitecture(
         windows="periodic",
@@ -64,10 +81,11 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
         window_base=10000.0,
         deep=62,
         keys=frozenset(("final_logit_softcapping", "rope.freq_base_swa")),
+        layers=LayerTensors(has_head_norms=True, has_post_norms=True, may_bias_inner=False),
     ),
     "smollm3": GGUFArchitecture(period_unrotated=4),
-    "hunyuan-dense": GGUFArchitecture(normed_after_rotation=True),
-    "minicpm": GGUFArchitecture(divides_logits=True, keys=_MULTIPLIERS),
+    "hunyuan-dense": GGUFArchitecture(normed_after_rotation=True, layers=_HEAD_NORMS),
+    "minicpm": GGUFArchitecture(divides_logits=True, keys=_MULTIPLIERS, needs=_MULTIPLIERS),
 }
 """By ``general.architecture``."""
 _EMBEDDERS = frozenset(
@@ -90,19 +108,35 @@ _KEYS = frozenset(
 )  # fmt: skip
 """The keys behind the architecture's name that all may have."""
 _TEXTS = ("rope.scaling.type", "tensor_data_layout")
-_BY_LAYER = ("feed_forward_length", "attention.head_count", "attention.head_count_kv")
+_BY_LAYER = ("feed_forward_length", "attention.head_count_kv")
 """Keys that may have a value for each layer, of which all must be the same."""
-_NEEDED = ("context_length", "embedding_length", "block_count", "attention.head_count")
-_TINY = 1e-12
-_LEAST: Mapping[str, float] = {
-    **dict.fromkeys((*_NEEDED, "attention.head_count_kv", "attention.key_length", "attention.value_length"), 1),
-    **dict.fromkeys(("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", "rope.scaling.attn_factor"), _TINY),
-    **dict.fromkeys(("attention.layer_norm_rms_epsilon", "rope.scaling.yarn_attn_factor", "logit_scale"), _TINY),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _TINY),
-    "rope.freq_base": 1.001, "rope.freq_base_swa": 1.001, "rope.dimension_count": 2,
+_NEEDED = (
+    "context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+)  # fmt: skip
+_MOST_WHOLE, _MOST, _TINY = (1 << 31) - 1, 1e6, 1e-12
+_WHOLE: Mapping[str, int] = {
+    **dict.fromkeys((*_NEEDED[:-1], "attention.head_count_kv", "attention.key_length", "attention.value_length"), 1),
+    **dict.fromkeys(("attention.sliding_window", "vocab_size", "rope.scaling.original_context_length", "expert_count"), 0),
+    "rope.dimension_count": 2, "attention.temperature_length": 0,
 }  # fmt: skip
-"""The least values of keys; 0 of those that are not here."""
-_NEUTRAL: Mapping[str, Any] = {"attention.causal": True, "use_parallel_residual": True}
+"""Keys whose values are whole numbers, and the least of each."""
+_POSITIVE = (
+    "attention.layer_norm_rms_epsilon", "rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor",
+    "rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow", *_MULTIPLIERS, *_CAPS,
+)  # fmt: skip
+_REAL: Mapping[str, tuple[float, float]] = {
+    **dict.fromkeys(_POSITIVE, (_TINY, _MOST)),
+    **dict.fromkeys(("rope.freq_base", "rope.freq_base_swa"), (1.001, 1e12)),
+    **dict.fromkeys(("rope.scaling.factor", "rope.scale_linear"), (1, _MOST)),
+    "rope.scaling.yarn_ext_factor": (0, 1),
+}  # fmt: skip
+"""The least and the most of keys whose values are real numbers; 0 and a million of those that are not here."""
+_OFF = ("rope.scaling.factor", "rope.scale_linear")
+"""Keys that may also be 0, which is as if they were missing."""
+_NEUTRAL: Mapping[str, Any] = {
+    "attention.causal": True, "use_parallel_residual": True, **dict.fromkeys(_MULTIPLIERS, 1.0),
+}  # fmt: skip
 """Values of other keys that change nothing; of those that are not here, 0, False and empty ones."""
 _SCALINGS = ("none", "linear", "yarn", "longrope")
 _WEIGHTS = (
@@ -110,8 +144,6 @@ _WEIGHTS = (
 )  # fmt: skip
 """The types of tensors that can be read."""
 _EXPERTS = "_exps."
-ROTATION_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-"""Tensors that this library reads itself."""
 _TYPES = {
     "adapter": "a LoRA adapter: make adapter_model.safetensors of it, and give it to ADAPTERS",
     "mmproj": "the part of a model that sees images or hears: give the file of the language model",
@@ -141,7 +173,7 @@ def _reasons(header: GGUFHeader) -> Iterator[str]:
     if kind in _TYPES:
         yield f"is {_TYPES[kind]}"
     name = header.architecture
-    if name and (name in _EMBEDDERS or _own(header, "pooling_type")):
+    if name and (name in _EMBEDDERS or header.own("pooling_type")):
         yield (
             f"is an embedding model or a reranker (architecture {shown(name)}), and GGUF files are read for generation only: "
             "make an OpenVINO model of the original with `staticllm export --task feature-extraction`, or text-classification"
@@ -150,21 +182,18 @@ def _reasons(header: GGUFHeader) -> Iterator[str]:
         yield "does not say its architecture (general.architecture): download another file of the model"
     if name not in ARCHITECTURES:
         yield f"has the architecture {shown(name)}, and {', '.join(ARCHITECTURES)} can be read: {EXPORT}"
+    if not header.tensors:
+        yield "has no weights: it is a vocabulary, give the file of the model"
     yield from _wrong_values(header)
-    if any(_EXPERTS in tensor.name for tensor in header.tensors) or _own(header, "expert_count"):
+    if any(_EXPERTS in tensor.name for tensor in header.tensors) or header.own("expert_count"):
         yield f"has layers of experts (architecture {shown(name)}), which OpenVINO's reader cannot save: {EXPORT}"
     others = [each for each in kinds_of(header) if each not in _WEIGHTS]
     if others:
         yield f"has weights of the type {', '.join(others)}, which cannot be read: take the model in Q4_K_M or Q8_0"
-    if not header.tensors:
-        yield "has no weights: it is a vocabulary, give the file of the model"
     for key, value in header.metadata.items():
         if key.startswith(f"{name}.") and not _is_applied(header, key.removeprefix(f"{name}."), value):
             yield f"has {shown(key)} {_text(value)}, which OpenVINO's reader leaves out: {EXPORT}"
-
-
-def _own(header: GGUFHeader, key: str) -> Any:
-    return header.metadata.get(f"{header.architecture}.{key}")
+    yield from wrong_tensors(header, ARCHITECTURES[name].layers, EXPORT)
 
 
 def _text(value: Any) -> str:
@@ -177,7 +206,7 @@ def _is_applied(header: GGUFHeader, key: str, value: Any) -> bool:
     if key in _KEYS and key != "attention.sliding_window":
         return key != "rope.scaling.type" or value in _SCALINGS
     if key == "attention.sliding_window":
-        context = _own(header, "context_length")
+        context = header.own("context_length")
         is_long = isinstance(context, int) and isinstance(value, int) and value >= context
         return architecture.windows != "none" or not value or is_long
     if key == "attention.sliding_window_pattern":
@@ -185,59 +214,79 @@ def _is_applied(header: GGUFHeader, key: str, value: Any) -> bool:
     if key in architecture.keys:
         return True
     if key in _NEUTRAL:
-        return bool(value == _NEUTRAL[key])
+        return not isinstance(value, np.ndarray) and bool(value == _NEUTRAL[key])
     return not np.any(value) if isinstance(value, np.ndarray) else not value
 
 
 def _wrong_values(header: GGUFHeader) -> Iterator[str]:
     """Yield which keys have values of wrong types or sizes, for all that follows computes with them."""
     name = header.architecture
-    for key in (*_KEYS, *ARCHITECTURES[name].keys, "expert_count"):
-        value = _own(header, key)
-        if key in _TEXTS:
-            is_right = value is None or isinstance(value, str)
-        elif key in _BY_LAYER and isinstance(value, np.ndarray):
-            is_right = len(set(value.tolist())) == 1
-        elif key == "rope.scaling.finetuned" or (value is None and key not in _NEEDED):
-            is_right = True
-        else:
-            is_right = _is_at_least(value, _LEAST.get(key, 0))
-        if not is_right:
+    architecture = ARCHITECTURES[name]
+    for key in (*_KEYS, *architecture.keys, "expert_count"):
+        value = header.own(key)
+        if value is None and (key in _NEEDED or key in architecture.needs):
+            yield f"has no {name}.{key}, which every file of this architecture must have: download a newer one"
+        if value is not None and not _is_right(header, key, value):
             yield f"has {name}.{key} {_text(value)}, which OpenVINO's reader does not know: download it again"
-    keys = _own(header, "attention.key_length")
-    if keys is not None and _own(header, "attention.value_length") not in (None, keys):
-        yield f"has keys and values of different sizes, which OpenVINO's reader does not know: {EXPORT}"
+    yield from _contradictions(header)
 
 
-def _is_at_least(value: Any, least: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= least
+def _is_right(header: GGUFHeader, key: str, value: Any) -> bool:
+    """Return whether the value of a known key has its type, and is within its limits."""
+    if key in _TEXTS:
+        return isinstance(value, str)
+    if key == "rope.scaling.finetuned":
+        return True
+    if isinstance(value, np.ndarray):
+        count = header.whole(key)
+        return (
+            key in _BY_LAYER
+            and value.size == header.whole("block_count")
+            and count is not None
+            and count >= _WHOLE[key]
+        )
+    if key in _WHOLE:
+        return isinstance(value, int) and not isinstance(value, bool) and _WHOLE[key] <= value <= _MOST_WHOLE
+    least, most = _REAL.get(key, (0, _MOST))
+    return isinstance(value, float) and (least <= value <= most or (value == 0 and key in _OFF))
 
 
-def head_size(header: GGUFHeader) -> int:
-    """Return the size of a head of queries and keys."""
-    size = header.number(f"{header.architecture}.attention.key_length")
-    if size:
-        return size
-    embedding = header.number(f"{header.architecture}.embedding_length") or 0
-    return max(embedding // (header.number(f"{header.architecture}.attention.head_count") or 1), 1)
+def _contradictions(header: GGUFHeader) -> Iterator[str]:
+    """Yield which keys contradict each other."""
+    name = header.architecture
+    heads, kv_heads, head, turned = (each(header) for each in (num_heads, num_kv_heads, head_size, rotated_size))
+    embedding = header.whole("embedding_length") or 0
+    if embedding % heads and not header.whole("attention.key_length"):
+        yield f"has {name}.attention.head_count {heads}, which does not divide embedding_length {embedding}: download it again"
+    if heads % kv_heads:
+        yield f"has {name}.attention.head_count_kv {kv_heads}, which does not divide head_count {heads}: download it again"
+    values = head_size(header, "attention.value_length")
+    if values != head:
+        yield (
+            f"has keys and values of different sizes (attention.key_length {head}, value_length {values}), which OpenVINO's "
+            f"reader does not know: {EXPORT}"
+        )
+    if turned % 2 or turned > head:
+        yield (
+            f"has {name}.rope.dimension_count {turned}, which must be even and at most the size of a head, {head}: "
+            "download it again"
+        )
 
 
 def attention_scale(header: GGUFHeader) -> float:
     """Return by what the products of queries and keys are multiplied."""
-    own = _own(header, "attention.scale")
+    own = header.own("attention.scale")
     if isinstance(own, float) and own > 0:
         return own
-    layers = header.number(f"{header.architecture}.block_count")
-    embedding = header.number(f"{header.architecture}.embedding_length") or 0
-    heads = header.number(f"{header.architecture}.attention.head_count") or 1
-    is_deep = layers == ARCHITECTURES[header.architecture].deep
-    size: float = embedding / heads if is_deep else head_size(header)
+    embedding = header.whole("embedding_length") or 0
+    is_deep = header.whole("block_count") == ARCHITECTURES[header.architecture].deep
+    size: float = embedding / num_heads(header) if is_deep else head_size(header)
     return 1 / math.sqrt(size)
 
 
 def window_of(header: GGUFHeader) -> int | None:
     """Return the tokens that layers with sliding windows see; None without windows."""
-    return header.number(f"{header.architecture}.attention.sliding_window") or None
+    return header.whole("attention.sliding_window") or None
 
 
 def has_window(header: GGUFHeader, layer: int) -> bool:
@@ -252,10 +301,10 @@ def context_length(header: GGUFHeader) -> int | None:
 
     Behind the original context, some models turn by other angles or scale queries by their positions, which is left out.
     """
-    whole = header.number(f"{header.architecture}.context_length")
-    original = header.number(f"{header.architecture}.rope.scaling.original_context_length")
+    whole = header.whole("context_length")
+    original = header.whole("rope.scaling.original_context_length")
     names = {tensor.name for tensor in header.tensors}
-    changes = ROTATION_TENSORS[1] in names or _own(header, "attention.temperature_scale")
+    changes = ROTATION_TENSORS[1] in names or header.own("attention.temperature_scale")
     return min(whole, original) if changes and whole and original else whole
 
 

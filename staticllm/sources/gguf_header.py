@@ -11,6 +11,7 @@ import os
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -76,6 +77,17 @@ class GGUFHeader:
         """Return a whole number of the metadata; None if it is missing or something else."""
         value = self.metadata.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def own(self, key: str) -> Any:
+        """Return the value of a key behind the architecture's name; None if it is missing."""
+        return self.metadata.get(f"{self.architecture}.{key}")
+
+    def whole(self, key: str) -> int | None:
+        """Return a whole number behind the architecture's name, or that of all layers; None if there is none."""
+        value = self.own(key)
+        if isinstance(value, np.ndarray) and value.dtype.kind in "iu" and value.size and (value == value[0]).all():
+            return int(value[0])
+        return self.number(f"{self.architecture}.{key}")
 
 
 class _DamagedError(ValueError):
@@ -184,6 +196,11 @@ def _header(path: Path, reader: _Reader, num_bytes: int) -> GGUFHeader:
         raise _DamagedError("two tensors have the same name")
     start = _aligned(reader.at, _alignment(metadata))
     tensors = tuple(_placed(info, start, num_bytes, _alignment(metadata)) for info in infos)
+    for one, next_one in pairwise(sorted(tensors, key=lambda tensor: tensor.offset)):
+        if one.offset + one.num_bytes > next_one.offset:
+            raise _DamagedError(
+                f"the tensors {shown(one.name)} and {shown(next_one.name)} share bytes at {next_one.offset}"
+            )
     return GGUFHeader(path, metadata, tensors, num_bytes)
 
 

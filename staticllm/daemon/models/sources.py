@@ -21,6 +21,7 @@ from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.launch.arguments import Candidate
 from staticllm.pipelines.launch.draft_source import DraftSource
 from staticllm.pipelines.speech.speech_files import DECODER, DECODER_WITH_PAST, ENCODER
+from staticllm.wire.file_stamp import Stamp, stamp_of
 from staticllm.wire.messages import Message, ProtocolError
 
 Value = str | int | float | bool
@@ -31,7 +32,7 @@ class ModelSource:
     """A model as a client names it: an IR's files, a device, and the properties of its compilation.
 
     ``mode`` is ``auto``, or ``exact`` for the original model without packing. ``is_spool`` means that the client wrote the files
-    for the daemon only; then they are compared by content, and otherwise by path, size and time of change.
+    for the daemon only; then they are compared by content, and otherwise by path, size and times.
     """
 
     xml: Path
@@ -55,8 +56,7 @@ class ModelSource:
     def _identity_of(self, path: Path) -> tuple[object, ...]:
         if self.is_spool:
             return ("content", _digest(path))
-        found = path.stat()
-        return (str(path), found.st_size, found.st_mtime_ns, found.st_ino)
+        return (str(path), *stamp_of(path))
 
 
 def source_of(message: Message) -> ModelSource:
@@ -71,7 +71,7 @@ def source_of(message: Message) -> ModelSource:
     if not xml.is_absolute() or not weights.is_absolute() or xml.suffix != ".xml" or not xml.is_file():
         raise ModelError(f"the model {str(xml)!r} is not an absolute path of an IR (.xml) that exists")
     check_ir(xml, weights if weights.is_file() else None)
-    found = [[each.st_size, each.st_mtime_ns] for each in (path.stat() for path in (xml, weights) if path.is_file())]
+    found = [list(stamp_of(path)) for path in (xml, weights) if path.is_file()]
     if asked.stamp and asked.stamp != found:
         raise ModelError(f"the files of {xml} have changed since the program read them: read the model again")
     for name, value in asked.config.items():
@@ -224,13 +224,12 @@ def directory_source_of(message: Message) -> LanguageSource | SpeechSource:
     )
 
 
-def _stamp_of(path: Path) -> tuple[int, ...]:
+def _stamp_of(path: Path) -> Stamp:
     """Return what changes with a file. Raises ``ModelError`` (it cannot be read)."""
     try:
-        found = path.stat()
+        return stamp_of(path)
     except OSError as error:
         raise ModelError(f"{str(path)!r} cannot be read: {error.strerror}") from error
-    return found.st_size, found.st_mtime_ns, found.st_ino
 
 
 def _path_of(text: str) -> Path:

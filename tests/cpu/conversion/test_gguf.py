@@ -251,8 +251,8 @@ def test_a_file_that_changes_while_it_is_converted_is_not_kept(model_path, tmp_p
     written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
     run = converted_module._run_child
 
-    def run_and_replace(path, scratch):
-        run(path, scratch)
+    def run_and_replace(path, *others):
+        run(path, *others)
         path.write_bytes(path.read_bytes() + bytes(32))
 
     monkeypatch.setattr(converted_module, "_run_child", run_and_replace)

@@ -113,6 +113,12 @@ def test_the_context_ends_where_the_original_one_does(name, file_of):
     [
         ("llama", {"keys": {"expert_count": 4}}, "has layers of experts"),
         ("llama", {"keys": {"logit_scale": 0.5}}, "has 'llama.logit_scale' 0.5, which OpenVINO's reader leaves out"),
+        ("llama", {"keys": {"logit_scale": 0.0}}, "has 'llama.logit_scale' 0.0, which OpenVINO's reader leaves out"),
+        (
+            "qwen2",
+            {"keys": {"embedding_scale": 0.0}},
+            "has 'qwen2.embedding_scale' 0.0, which OpenVINO's reader leaves out",
+        ),
         ("qwen2", {"keys": WINDOW}, "has 'qwen2.attention.sliding_window' 16, which"),
         ("gemma3", {"keys": {"attention.sliding_window_pattern": 3, **WINDOW}}, "sliding_window_pattern' 3, which"),
         ("llama", {"keys": {"rope.scaling.type": "su"}}, "'llama.rope.scaling.type' 'su', which"),
@@ -124,7 +130,11 @@ def test_the_context_ends_where_the_original_one_does(name, file_of):
         ("llama", {"keys": {"attention.head_count_kv": [2, 1, 2]}}, "head_count_kv [2, 1, 2], which"),
         ("llama", {"keys": {"attention.layer_norm_rms_epsilon": -1.0}}, "rms_epsilon -1.0, which"),
         ("llama", {"keys": {"block_count": 0}}, "llama.block_count 0, which"),
-        ("llama", {"tensors": {"rope_freqs.weight": FACTORS[:3]}}, "rope_freqs.weight of other sizes"),
+        (
+            "llama",
+            {"tensors": {"rope_freqs.weight": FACTORS[:3]}},
+            "has rope_freqs.weight with the shape [3] in F32, and a head has 16 angles",
+        ),
         ("llama", {"tensors": {"rope_freqs.weight": FACTORS * 0}}, "rope_freqs.weight that divide by nothing"),
         ("llama", {"tensors": {"blk.0.ffn_sub_norm.weight": FACTORS}}, "leaves out ('blk.0.ffn_sub_norm.weight')"),
         ("qwen2", {"keys": {**YARN, "rope.scaling.yarn_beta_fast": 0.0}}, "yarn_beta_fast 0.0, which"),

@@ -18,6 +18,7 @@ import pytest
 from staticllm.daemon.process import lifetime
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
+from staticllm.wire.file_stamp import stamp_of
 from staticllm.wire.messages import PROTOCOL, Kind, Message
 from tests.support.attach.daemons import RawClient, daemon_thread, wait_for
 
@@ -182,12 +183,14 @@ def test_the_33rd_client_is_told_the_limit(monkeypatch, tmp_path):
 
 
 def test_a_model_whose_files_have_changed_since_the_program_read_them_is_refused(honest, plain_model):
-    stamp = [[path.stat().st_size, path.stat().st_mtime_ns] for path in (plain_model, plain_model.with_suffix(".bin"))]
+    stamp = [list(stamp_of(path)) for path in (plain_model, plain_model.with_suffix(".bin"))]
     with RawClient() as client:
         assert client.model(plain_model, stamp=stamp).kind is Kind.OK
-        answer = client.model(plain_model, stamp=[stamp[0], [stamp[1][0], stamp[1][1] - 1]])
-        assert answer.kind is Kind.REFUSED
-        assert "have changed since" in answer.body["reason"]
+        for place in range(4):  # each of size, times and number
+            other = [*stamp[1][:place], stamp[1][place] - 1, *stamp[1][place + 1 :]]
+            answer = client.model(plain_model, stamp=[stamp[0], other])
+            assert answer.kind is Kind.REFUSED
+            assert "have changed since" in answer.body["reason"]
 
 
 def test_a_model_that_its_client_did_not_wait_for_is_given_back(honest, plain_model, daemon, monkeypatch):

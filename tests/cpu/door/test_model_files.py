@@ -96,8 +96,10 @@ def test_overwriting_weights_in_place_is_detected(model):
         os.utime(weights)
         assert pipe.generate("hello", max_new_tokens=2), "only its time has changed"
         data = weights.read_bytes()
+        stat = weights.stat()
         with weights.open("r+b") as file:
             file.write(bytes(len(data)))
+        os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as programs do that copy with times
         for call in (pipe.generate, pipe.submit):
             with pytest.raises(ModelError, match="was overwritten while it is in use"):
                 call("hello", max_new_tokens=2)
@@ -109,6 +111,16 @@ def test_overwriting_weights_in_place_is_detected(model):
         if os.name != "nt":  # Windows cannot replace a mapped file
             copy.replace(weights)
             assert pipe.generate("hello", max_new_tokens=2), "another file under the name is no danger"
+
+
+def test_a_graph_that_is_overwritten_with_its_time_set_back_is_read_again(model):
+    xml = model / "openvino_model.xml"
+    stat = xml.stat()
+    check_model_dir(model)
+    xml.write_bytes(b" " * stat.st_size)
+    os.utime(xml, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(ModelError, match="is damaged or truncated"):
+        check_model_dir(model)
 
 
 def test_lengths_beyond_the_limit_of_the_model_cause_a_warning(model):

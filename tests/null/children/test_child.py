@@ -15,7 +15,7 @@ from staticllm.children import child as module
 from staticllm.children.child import Child, ChildLostError, python_command, start_daemon
 from staticllm.wire import endpoint
 from staticllm.wire.endpoint import EndpointError, SilentError
-from staticllm.wire.messages import Kind, Message
+from staticllm.wire.messages import Kind, Message, write_message
 
 ECHO = """
 from staticllm.children.child import take_pipes
@@ -141,3 +141,27 @@ def test_modules_beside_a_users_script_do_not_take_the_place_of_the_standard_lib
     monkeypatch.syspath_prepend(str(tmp_path))
     done = subprocess.run(python_command("a_child"), capture_output=True, text=True, timeout=60, check=False)
     assert (done.stdout, done.returncode) == ("here\n", 0), done.stderr
+
+
+ANSWERS = """
+import sys, time, pathlib
+from staticllm.children.answers import answer_all
+def answer(body):
+    pathlib.Path(body["mark"]).touch()
+    time.sleep(600 if body["is_long"] else 0)
+    return {"is_long": body["is_long"]}
+answer_all(answer, None)
+"""
+
+
+def test_a_child_that_answers_ends_with_its_parents_pipe_while_it_works(tmp_path):
+    """A parent that was killed has closed it as well."""
+    child = child_of(ANSWERS)
+    mark = tmp_path / "mark"
+    asked = Message(Kind.MODEL, body={"mark": str(mark), "is_long": False})
+    assert child.ask(asked, 60).body == {"is_long": False}
+    mark.unlink()
+    write_message(child._process.stdin, Message(Kind.MODEL, body={"mark": str(mark), "is_long": True}))
+    assert child.wait_until(mark.exists, 60)
+    child._process.stdin.close()
+    assert child._process.wait(60) == 0

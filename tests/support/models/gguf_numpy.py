@@ -26,7 +26,7 @@ class Reference:
         self.fields = {name: field.contents() for name, field in reader.fields.items() if "tokenizer" not in name}
         self.kind = self.fields["general.architecture"]
         self.heads = self.of("attention.head_count")
-        self.pairs = self.of("attention.head_count_kv")
+        self.pairs = int(np.ravel(self.of("attention.head_count_kv", self.heads))[0])
         self.size = self.of("attention.key_length", self.of("embedding_length") // self.heads)
         self.is_gemma = self.kind.startswith("gemma")
 
@@ -83,7 +83,7 @@ class Reference:
         query, key = (self._turned(part, layer, letter) for part, letter in ((query, "q"), (key, "k")))
         copies = self.heads // self.pairs
         key, value = (part.repeat(copies, 1) for part in (key, value))
-        scores = np.einsum("qhd,khd->hqk", query, key) * self.size**-0.5
+        scores = np.einsum("qhd,khd->hqk", query, key) * (self.of("attention.scale") or self.size**-0.5)
         cap = self.of("attn_logit_softcapping")
         scores = np.tanh(scores / cap) * cap if cap else scores
         scores = np.where(self._seen(rows, layer), scores, -np.inf)
@@ -125,19 +125,24 @@ class Reference:
     def _angles(self, size, layer):
         half = np.arange(size // 2)
         if self.kind == "gemma3" and self._is_windowed(layer):
-            return 10000.0 ** (-2 * half / size), 1
-        base = self.of("rope.freq_base")
+            return self.of("rope.freq_base_swa", 10000.0) ** (-2 * half / size), 1
+        base = self.of("rope.freq_base", 10000.0)
         turn = base ** (-2 * half / size)
         for name in ("rope_freqs.weight", "rope_factors_short.weight"):
             turn = turn / self.weights.get(name, 1)
-        factor = self.of("rope.scaling.factor", 1)
-        magnitude = self.of("rope.scaling.attn_factor", 1)
-        if self.of("rope.scaling.type") != "yarn":
-            return turn / factor, magnitude
-        context = self.of("rope.scaling.original_context_length")
-        ends = [size * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (32, 1)]
+        factor = self.of("rope.scaling.factor") or self.of("rope.scale_linear") or 1
+        magnitude = self.of("rope.scaling.attn_factor", 1) * self.of("rope.scaling.yarn_attn_factor", 1)
+        kind = self.of("rope.scaling.type", "linear")
+        if kind != "yarn":
+            return turn / (factor if kind == "linear" else 1), magnitude
+        context = self.of("rope.scaling.original_context_length") or self.of("context_length")
+        bounds = (self.of("rope.scaling.yarn_beta_fast", 32), self.of("rope.scaling.yarn_beta_slow", 1))
+        ends = [size * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in bounds]
         low = max(math.floor(ends[0]), 0)
         high = min(math.ceil(ends[1]), size - 1)
         kept = 1 - np.clip((half - low) / max(high - low, 0.001), 0, 1)
-        scale = 1 if self.of("rope.scaling.yarn_log_multiplier") else 0.1 * math.log(factor) + 1
-        return turn / factor * (1 - kept) + turn * kept, scale
+        kept = kept * self.of("rope.scaling.yarn_ext_factor", 1)
+        scale = 0.1 * math.log(factor) + 1
+        multiplier = self.of("rope.scaling.yarn_log_multiplier", 0)
+        scale /= 0.1 * multiplier * math.log(factor) + 1 if multiplier else 1
+        return turn / factor * (1 - kept) + turn * kept, scale * magnitude

@@ -57,8 +57,11 @@ def packed(values, kind, random):
     return data.reshape(*values.shape[:-1], -1)
 
 
-def write_random(path, kind, *, layers=3, keys=(), tensors=(), is_tied=False, quantised="F32"):
-    """Write a file with more keys, behind the architecture's name, and more tensors."""
+def write_random(path, kind, *, layers=3, keys=(), tensors=(), is_tied=False, quantised="F32", change=dict):
+    """Write a file with more keys, behind the architecture's name, and more tensors. Keys that are None are left out.
+
+    ``change``: a function from the shapes of its tensors by name to those that are written.
+    """
     random = np.random.default_rng(3)
     writer = gguf.GGUFWriter(path, kind)
     given = {
@@ -67,11 +70,11 @@ def write_random(path, kind, *, layers=3, keys=(), tensors=(), is_tied=False, qu
         "attention.value_length": SIZE, "attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": SIZE,
         "rope.freq_base": 10000.0, **dict(keys),
     }  # fmt: skip
-    for key, value in given.items():
+    for key, value in ((key, value) for key, value in given.items() if value is not None):
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add.get(type(value), writer.add_array)(f"{kind}.{key}", value)
     add_vocabulary(writer, VOCABULARY)
-    for name, shape in shapes_of(kind, layers, is_tied).items():
+    for name, shape in change(shapes_of(kind, layers, is_tied)).items():
         values = random.normal(0, 1, shape).astype(np.float32)
         if len(shape) == 2:
             own = packed(values * 1.2 / shape[1] ** 0.5, quantised, random)
