@@ -38,6 +38,7 @@ KEEPS_POSITIONS = frozenset(
         "Reshape",
         "Unsqueeze",
         "Squeeze",
+        "Transpose",
         "Add",
         "Subtract",
         "Multiply",

@@ -19,7 +19,7 @@ from staticllm.sources.gguf_header import GGUFHeader
 from staticllm.sources.gguf_tensors import ROTATION_TENSORS
 
 _ROTATED = re.compile(r"blk\.\d+\.[QK]cur_rope$")
-_FREQUENCIES, _SHORT, _ = ROTATION_TENSORS
+_FREQUENCIES, _SHORT, _LONG = ROTATION_TENSORS
 _MOST_NODES = 1000
 
 
@@ -45,14 +45,28 @@ def _restore(node: ov.Node, header: GGUFHeader) -> None:
         raise ModelError(f"{str(header.path)!r} turns its layers in a way that is not known: {EXPORT}")
     if own_base is not None and is_windowed == {True}:
         base = header.metadata.get(f"{header.architecture}.rope.freq_base_swa", own_base)
-        turn = float(base) ** (-np.arange(half) / half)
+        turn = _constant(float(base) ** (-np.arange(half) / half))
         size = 1.0
     else:
-        turn = frequencies(header, half)
+        turn = _turn(header, half, _positions(node))
         size = magnitude(header)
-    constant = ops.constant(turn.astype(np.float32).reshape(1, 1, 1, half))
-    node.input(0).replace_source_output(ops.multiply(_positions(node), constant).output(0))
+    node.input(0).replace_source_output(ops.multiply(_positions(node), turn).output(0))
     factor.input(1).replace_source_output(ops.constant(np.float32(size)).output(0))
+
+
+def _turn(header: GGUFHeader, half: int, positions: ov.Output) -> ov.Node:
+    """Return the angles of one position, those of long contexts if a call has positions beyond the original context."""
+    short = _constant(frequencies(header, half))
+    context = header.whole("rope.scaling.original_context_length")
+    if not context or not any(tensor.name == _LONG for tensor in header.tensors):
+        return short
+    largest = ops.reduce_max(positions, np.arange(4), keep_dims=True)
+    is_long = ops.greater_equal(largest, ops.constant(context, positions.get_element_type()))
+    return ops.select(is_long, _constant(frequencies(header, half, _LONG)), short)
+
+
+def _constant(turn: NDArray[np.float64]) -> ov.Node:
+    return ops.constant(turn.astype(np.float32).reshape(1, 1, 1, len(turn)))
 
 
 def _layers_behind(node: ov.Node) -> set[int]:
@@ -98,12 +112,15 @@ def _scaling(header: GGUFHeader) -> tuple[str, float]:
     return kind, factor if kind in ("linear", "yarn") else 1.0
 
 
-def frequencies(header: GGUFHeader, half: int) -> NDArray[np.float64]:
-    """Return the angles of one position, ``[half]``, in radians (YaRN, arXiv 2309.00071; ``ggml_rope_ext``)."""
+def frequencies(header: GGUFHeader, half: int, own: str = _SHORT) -> NDArray[np.float64]:
+    """Return the angles of one position, ``[half]``, in radians (YaRN, arXiv 2309.00071; ``ggml_rope_ext``).
+
+    ``own``: the tensor with the factors for the length of the context (LongRoPE, arXiv 2402.13753).
+    """
     base = _number(header, "rope.freq_base", 10000.0)
     plain = base ** (-np.arange(half) / half)
     kind, factor = _scaling(header)
-    for name in (_FREQUENCIES, _SHORT):
+    for name in (_FREQUENCIES, own):
         plain = plain / factors(header, name, half)
     slow = plain / factor
     if kind != "yarn":

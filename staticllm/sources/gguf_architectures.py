@@ -299,13 +299,11 @@ def has_window(header: GGUFHeader, layer: int) -> bool:
 def context_length(header: GGUFHeader) -> int | None:
     """Return the tokens up to which the model computes what the original computes.
 
-    Behind the original context, some models turn by other angles or scale queries by their positions, which is left out.
+    Behind the original context, some models scale queries by their positions, which is left out.
     """
     whole = header.whole("context_length")
     original = header.whole("rope.scaling.original_context_length")
-    names = {tensor.name for tensor in header.tensors}
-    changes = ROTATION_TENSORS[1] in names or header.own("attention.temperature_scale")
-    return min(whole, original) if changes and whole and original else whole
+    return min(whole, original) if header.own("attention.temperature_scale") and whole and original else whole
 
 
 _LAYER = re.compile(r"blk\.(\d+)\.")

@@ -103,9 +103,25 @@ def test_static_programs_give_the_best_tokens(name, file_of):
                 assert best[token] >= best.max() - 1e-4 * np.abs(best).max()
 
 
-@pytest.mark.parametrize("name", ["long", "mistral"])
-def test_the_context_ends_where_the_original_one_does(name, file_of):
-    assert json.loads((converted(file_of(name)) / "config.json").read_text())["max_position_embeddings"] == 128
+def test_the_context_ends_where_queries_are_scaled_by_their_positions(file_of):
+    assert json.loads((converted(file_of("mistral")) / "config.json").read_text())["max_position_embeddings"] == 128
+
+
+@pytest.mark.parametrize("length", [126, 127, 128, 129, 150])
+def test_texts_beyond_the_original_context_have_the_long_factors(length, file_of):
+    """Each token is that of the file's model over the whole text so far, whose factors change at 128 tokens."""
+    path = file_of("long")
+    reference = Reference(path)
+    sizes = {"MAX_PROMPT_LEN": 160, "MIN_RESPONSE_LEN": 16, "PREFILL_ROWS": (64,), "MAX_NUM_SEQS": 2}
+    text = np.random.default_rng(length).integers(0, 500, length).tolist()
+    with StaticLLMPipeline(path, "CPU", **sizes, **EXACT) as pipe:
+        for _ in range(2):  # the second prompt begins like the first answer
+            found = list(pipe.generate(np.array([text]), max_new_tokens=5, ignore_eos=True).tokens[0])
+            for token in found:
+                best = reference.logits(text)[-1]
+                assert best[token] >= best.max() - 1e-4 * np.abs(best).max()
+                text.append(token)
+        assert pipe.engine.runner.cache.rope_limits == (128,)
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ class Reference:
 
     def _rotated(self, values, layer):
         size = self.of("rope.dimension_count", self.size)
-        turn, magnitude = self._angles(size, layer)
+        turn, magnitude = self._angles(size, layer, len(values))
         angles = np.arange(len(values))[:, None, None] * turn
         cos, sin = np.cos(angles) * magnitude, np.sin(angles) * magnitude
         result = values.copy()
@@ -122,13 +122,14 @@ class Reference:
         result[..., second] = values[..., second] * cos + values[..., first] * sin
         return result
 
-    def _angles(self, size, layer):
+    def _angles(self, size, layer, count):
         half = np.arange(size // 2)
         if self.kind == "gemma3" and self._is_windowed(layer):
             return self.of("rope.freq_base_swa", 10000.0) ** (-2 * half / size), 1
         base = self.of("rope.freq_base", 10000.0)
         turn = base ** (-2 * half / size)
-        for name in ("rope_freqs.weight", "rope_factors_short.weight"):
+        is_long = count > (self.of("rope.scaling.original_context_length") or count)
+        for name in ("rope_freqs.weight", f"rope_factors_{'long' if is_long else 'short'}.weight"):
             turn = turn / self.weights.get(name, 1)
         factor = self.of("rope.scaling.factor") or self.of("rope.scale_linear") or 1
         magnitude = self.of("rope.scaling.attn_factor", 1) * self.of("rope.scaling.yarn_attn_factor", 1)
