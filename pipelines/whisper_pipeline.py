@@ -53,6 +53,7 @@ from staticllm.pipelines.speech.whisper_config import (
     copy_whisper_config,
     whisper_options,
 )
+from staticllm.pipelines.speech.words import with_whole_characters
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.streamers import TokenSink, make_sink
 from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
@@ -247,7 +248,7 @@ class StaticWhisperPipeline:
             scores=[1.0],
             language=found.language,
             chunks=chunks,
-            words=found.words if options.word_timestamps else None,
+            words=with_whole_characters(found.words, decode) if options.word_timestamps else None,
             perf_metrics=_metrics_of(found.timings, len(found.tokens), begin, self._load_ms),
         )
 

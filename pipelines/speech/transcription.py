@@ -262,22 +262,30 @@ class Transcriber:
             prompt = window_prompt(
                 run.context, options, found.language, is_first, run.has_timestamps, self._model.files.max_positions
             )
-            tokens = self._decode_well(window, prompt, run)
+            heard = self._kept(self._decode_well(window, prompt, run), start, run)
             if options.word_timestamps:
-                self._find_words(window, tokens, start, run)
+                self._find_words(window, heard, start, run)
         logprobs = found.logprobs[num_before:]
-        times = WindowTimes.of(options.tokens, self._mel, self._model.files.source_len)
-        offset = start / self._mel.frames_per_second
-        heard = segments_of(tokens, times, offset) if run.has_timestamps else WindowSegments(advance=run.end - start)
         found.segments += heard.segments
-        text = heard.text_tokens if run.has_timestamps else [token for token in tokens if token < options.tokens.eos]
-        found.tokens += text
-        if not run.streams_tokens and text and not watch.on_tokens(text):
+        found.tokens += heard.text
+        if not run.streams_tokens and heard.text and not watch.on_tokens(heard.text):
             found.is_cancelled = True
-        seconds = min((start + heard.advance) / self._mel.frames_per_second, run.seconds)
         mean = sum(logprobs) / len(logprobs) if logprobs else 0.0
-        watch.on_window(WindowHeard(seconds, offset, heard.segments, mean))
+        offset = start / self._mel.frames_per_second
+        watch.on_window(WindowHeard(self._end_of(heard, start, run), offset, heard.segments, mean))
         return heard.advance
+
+    def _kept(self, tokens: list[int], start: int, run: _Run) -> WindowSegments:
+        """Return what is kept of the tokens of the window that begins at frame ``start``."""
+        own = run.options.tokens
+        if not run.has_timestamps:
+            return WindowSegments(advance=run.end - start, text=tuple(text_tokens_of(tokens, own)))
+        times = WindowTimes.of(own, self._mel, self._model.files.source_len)
+        return segments_of(tokens, times, start / self._mel.frames_per_second, run.seconds)
+
+    def _end_of(self, heard: WindowSegments, start: int, run: _Run) -> float:
+        """Return the second of the recording at which a window ends that begins at frame ``start``."""
+        return min((start + heard.advance) / self._mel.frames_per_second, run.seconds)
 
     def _language(self, window: Window, options: WhisperOptions, run: _Run) -> str:
         """Return the language that the model hears."""
@@ -286,15 +294,17 @@ class Transcriber:
         tokens = options.tokens
         return language_of(self._first(window, (tokens.decoder_start,), language_rules(tokens), run).id, tokens)
 
-    def _find_words(self, window: Window, tokens: list[int], start: int, run: _Run) -> None:
-        """Add the words of a window that begins at frame ``start``. Frames after the end of the recording are not looked at.
+    def _find_words(self, window: Window, heard: WindowSegments, start: int, run: _Run) -> None:
+        """Add the words of the window that begins at frame ``start``: those of its text, as openai-whisper (GenAI also has those
+        of the text that the next window says again). Frames after the end of the recording are not looked at.
 
-        A text that fills all positions loses its last token, because the marks before and after it take places too.
+        Of a text that fills all positions, the last token gets no place of its own, because the marks before and after the text
+        take places too.
         """
         own = run.options.tokens
         begin = start_tokens(own, run.found.language, run.options.task)
         num_marks = len(alignment_tokens(begin, (), own))
-        text = text_tokens_of(tokens, own)[: self._model.files.max_positions - num_marks]
+        text = heard.text[: self._model.files.max_positions - num_marks]
         if not text:
             return
         weights = window.align(alignment_tokens(begin, text, own), run.priority)
@@ -303,8 +313,9 @@ class Transcriber:
         num_frames = min(int(run.seconds * self._mel.frames_per_second) - start, self._mel.window_frames)
         starts = token_starts(weights, len(begin), num_frames // times.frames_per_token)
         offset = start / self._mel.frames_per_second
+        end = self._end_of(heard, start, run)
         run.found.words += words_of(
-            text, starts, self._decode_text, run.found.language, offset, times.seconds_per_token
+            heard.text, starts, self._decode_text, run.found.language, offset, end, times.seconds_per_token
         )
         run.found.timings.words += time.perf_counter() - clock
 

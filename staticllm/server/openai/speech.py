@@ -175,7 +175,7 @@ def _segments(model: ServedModel, heard: Heard, temperature: float) -> list[dict
                     "id": len(found),
                     "seek": round(window.start * 100),
                     "start": round(segment.start, 3),
-                    "end": round(heard.seconds if segment.end is None else segment.end, 3),
+                    "end": round(window.seconds if segment.end is None else segment.end, 3),
                     "text": text,
                     "tokens": list(segment.tokens),
                     "temperature": temperature,
