@@ -132,7 +132,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class _Piece:
-    """The next samples ``[n]`` of a file, ``silence`` seconds after those before. ``start``: as for ``Recording``, if it is known."""
+    """The next samples ``[n]`` of a file, ``silence`` seconds after those before. ``start`` is that of ``Recording``."""
 
     samples: Samples = field(default_factory=lambda: np.zeros(0, np.float32))
     silence: float = 0.0

@@ -25,7 +25,7 @@ class HeardWindow:
 
     Attributes:
         tokens: The tokens of the text, with timestamps.
-        logprobs: The log-probability at temperature 1, after the logits processors, of each token that was chosen, also of the end.
+        logprobs: The log-probability of each token that was chosen, also of the end, at temperature 1, by its final logits.
         no_speech: The probability that the window has no speech; None if it is not known.
         temperature: The temperature at which the tokens were chosen.
         num_told: The number of ``tokens`` that the caller has got already.

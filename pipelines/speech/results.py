@@ -128,8 +128,8 @@ def chunks_of(segments: Iterable[Segment], decode: Callable[[list[int]], str]) -
 
 
 def later(results: WhisperDecodedResults, seconds: float) -> WhisperDecodedResults:
-    """Return results whose times count from ``seconds`` before the recording: from the beginning of a film whose sound begins then.
-    No time is less than 0."""
+    """Return results whose times count from ``seconds`` before the recording, as in a film whose sound begins after the
+    picture. No time is less than 0."""
 
     if not seconds:
         return results

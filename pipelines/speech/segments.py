@@ -108,4 +108,3 @@ def segments_of(
 
 def _timestamps(tokens: Sequence[int], begin: int) -> Iterator[tuple[int, int]]:
     return ((index, token) for index, token in enumerate(tokens) if token >= begin)
-

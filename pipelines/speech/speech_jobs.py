@@ -102,9 +102,7 @@ def take_has_words(properties: dict[str, Any], config: Mapping[str, Any] | Stati
     return given is not None and switch(WORD_TIMESTAMPS, given)
 
 
-def take_fall_back(
-    properties: dict[str, Any], config: Mapping[str, Any] | StaticLLMConfig | None
-) -> dict[str, Any]:
+def take_fall_back(properties: dict[str, Any], config: Mapping[str, Any] | StaticLLMConfig | None) -> dict[str, Any]:
     """Remove the properties that say when a window is decoded again or is silent, and return those that were given: the options
     of calls that do not say it themselves.
 

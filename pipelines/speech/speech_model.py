@@ -130,7 +130,7 @@ class Window:
     def generate(self, request: EngineRequest, processors: UserProcessors = ()) -> Iterator[Chosen]:
         """Yield the tokens of a request about this window. Leaving the iteration cancels the request; a cancellation ends it.
 
-        ``processors``: the logits processors that the user made. Raises ``BusyError``, ``ClosedError``, and what ends the request.
+        ``processors``: the logits processors that the user made. Raises ``BusyError``, ``ClosedError`` and what ends the request.
         """
         request = replace(request, source=self._source)
         queue = self._engine.submit(request, processors=processors)

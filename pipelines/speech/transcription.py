@@ -200,8 +200,8 @@ class Transcriber:
     def _end_frame(self, num_frames: int, num_samples: int, options: WhisperOptions) -> int:
         """Return the frame before which the recording ends. The model hears zeros after it.
 
-        Where silence is to be found, it is heard as by openai-whisper and faster-whisper, of which the thresholds are: zeros follow
-        its last frame. Else it is heard as by GenAI and transformers, and a recording of less than a window has silence after it.
+        Where silence is to be found, it is heard as by openai-whisper and faster-whisper, for which the thresholds were chosen:
+        zeros follow its last frame. Else, as by GenAI and transformers, silence follows a recording of less than a window.
         """
         heard = -(-num_samples // self._mel.hop_length) if options.fall_back.finds_silence else num_frames
         return max(1, min(heard, num_frames))

@@ -1,7 +1,8 @@
 """Where the text of a window ends before the model ends it: at a stop string, as in GenAI's pipeline for speech.
 
-Text generation cuts its answers within a token. Segments and words are made of whole tokens, so this rule is GenAI's own: it looks at
-the last tokens only, as many as the longest stop string has, and keeps those that have a part of the text before the stop string.
+Text generation cuts its answers within a token. Segments and words are made of whole tokens, so this rule is GenAI's own: it
+looks at the last tokens only, as many as the longest stop string has, and keeps those that have a part of the text before the
+stop string. (GenAI does not look at the last token that ``max_new_tokens`` allows.)
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 
 
 class StopStrings:
-    """Finds the first stop string of a window's tokens. ``num_held``: the most tokens that it cuts off; 0 without stop strings."""
+    """Finds the first stop string of a window's tokens. ``num_held``: the most tokens that it cuts off; 0 if there are none."""
 
     def __init__(
         self,

@@ -268,8 +268,8 @@ def with_whole_characters(words: Sequence[WhisperWordTiming], decode: Decode) ->
     found: list[WhisperWordTiming] = []
     for word in words:
         if found and found[-1].word.endswith(REPLACEMENT) and word.word.startswith(REPLACEMENT):
-            first = found.pop()
-            tokens = first.token_ids + word.token_ids
-            word = WhisperWordTiming(decode(tokens), tokens, first.start_ts, word.end_ts)
-        found.append(word)
+            tokens = found[-1].token_ids + word.token_ids
+            found[-1] = WhisperWordTiming(decode(tokens), tokens, found[-1].start_ts, word.end_ts)
+        else:
+            found.append(word)
     return found

@@ -299,4 +299,6 @@ def test_clips_are_heard_as_by_genai_by_models_of_other_shapes(random_models, cl
                     found = pipe.generate(clip, max_new_tokens=16, **options)
                     assert (form, index, str(found)) == (form, index, str(expected))
                     assert (found.language, found.scores) == (expected.language, expected.scores)
-                    assert [(each.start_ts, each.end_ts, each.text) for each in found.chunks or []] == chunks(expected, clip)
+                    assert [(each.start_ts, each.end_ts, each.text) for each in found.chunks or []] == chunks(
+                        expected, clip
+                    )

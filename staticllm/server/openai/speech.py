@@ -35,8 +35,8 @@ class TranslationRequest(IgnoredFields, TierFields):
     prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS)
     response_format: Format = "json"
     temperature: float = Field(0.0, ge=0, le=1)
-    temperatures: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1, max_length=16)] | None = Field(
-        None, alias="temperatures[]"
+    temperatures: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1, max_length=16)] | None = (
+        Field(None, alias="temperatures[]")
     )
     no_speech_threshold: float | None = Field(None, ge=0, le=1)
     logprob_threshold: float | None = Field(None, ge=-1e6, le=0)
@@ -113,8 +113,7 @@ def _check_has_words(model: ServedModel) -> None:
 
 
 def _options(body: TranslationRequest) -> dict[str, Any]:
-    """Return the options of ``StaticWhisperPipeline.submit``. With temperature 0, as in OpenAI's API, it rises while the text of a
-    window is not good."""
+    """Return the options of ``StaticWhisperPipeline.submit``. As in OpenAI's API, temperature 0 rises while text is not good."""
     if body.temperature > 0 and body.temperatures is not None:
         raise ApiError(400, "temperature and temperatures[] are both given: leave one of them out", param="temperature")
     options: dict[str, Any] = {"return_timestamps": body.response_format in TIMED, "word_timestamps": False}
@@ -176,8 +175,8 @@ def _usage(heard: Heard) -> dict[str, Any]:
 
 
 def _segments(model: ServedModel, heard: Heard) -> list[dict[str, Any]]:
-    """Return the segments as OpenAI has them. ``seek`` is that of the window, in hundredths of a second, and so are the temperature,
-    the mean log-probability and the probability of no speech."""
+    """Return the segments as OpenAI has them. ``seek`` is that of the window, in hundredths of a second; temperature, mean
+    log-probability and the probability of no speech are the window's, too."""
     found: list[dict[str, Any]] = []
     for window in heard.windows:
         for segment in window.segments:

@@ -109,7 +109,9 @@ CASES = {
     "include_stop_str_in_output": Changes(True, {"stop_strings": lambda known: {a_word(known)}}),
     "num_beams": Changes(4),
     "num_beam_groups": Changes(4, GROUPS),
-    "diversity_penalty": Changes(50.0, {**GROUPS, "diversity_penalty": 0.01, "length_penalty": -1.0, "eos_token_id": fifth}),
+    "diversity_penalty": Changes(
+        50.0, {**GROUPS, "diversity_penalty": 0.01, "length_penalty": -1.0, "eos_token_id": fifth}
+    ),
     "length_penalty": Changes(-50.0, {**BEAMS, "eos_token_id": fifth}),
     "stop_criteria": Changes(genai.StopCriteria.NEVER, {**BEAMS, "eos_token_id": fifth, "length_penalty": 5.0}),
     # of speech alone

@@ -10,7 +10,7 @@ from dataclasses import replace
 import httpx
 import numpy as np
 import pytest
-from support.models.whisper_directory import RATE, sound, wav, write_whisper
+from support.models.whisper_directory import AS_GENAI, RATE, sound, wav, write_whisper
 from support.server.served import serving
 
 from staticllm.errors import ConfigError
@@ -32,8 +32,8 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def served(directory, tmp_path_factory):
     english = write_whisper(tmp_path_factory.mktemp("english"), seed=5, is_multilingual=False)
-    with_words = replace(model_spec(f"english={english}"), properties={"WORD_TIMESTAMPS": "YES"})
-    specs = [demo_spec(), model_spec(f"whisper={directory}"), with_words]
+    with_words = replace(model_spec(f"english={english}"), properties={**AS_GENAI, "WORD_TIMESTAMPS": "YES"})
+    specs = [demo_spec(), replace(model_spec(f"whisper={directory}"), properties=AS_GENAI), with_words]
     assert [spec.kind for spec in specs] == ["chat", "speech", "speech"]
     with serving(specs, max_audio=60.0, max_upload=4 << 20) as served:
         post(served)

@@ -1,4 +1,4 @@
-"""Tests what transcriptions over HTTP and by the command say where nobody speaks, and when something is said by a file's times."""
+"""Tests transcriptions over HTTP and by the command where nobody speaks, and of files whose times do not begin at 0."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ for package in ("python_multipart", "soundfile", "soxr"):
     pytest.importorskip(package)
 SECONDS = 60
 PROPERTIES = {"INFERENCE_PRECISION_HINT": "f32"}
-OFF = {"temperatures[]": "0", "no_speech_threshold": "1", "logprob_threshold": "-1000", "compression_ratio_threshold": "1000"}
+OFF = {
+    "temperatures[]": "0",
+    "no_speech_threshold": "1",
+    "logprob_threshold": "-1000",
+    "compression_ratio_threshold": "1000",
+}
 """Fields with which any text is good."""
 
 
@@ -59,7 +64,11 @@ def test_a_window_without_speech_has_no_text(served):
 
 
 def test_each_segment_says_how_it_was_heard(served):
-    for fields, temperatures in ((OFF, {0.0}), ({**OFF, "temperatures[]": "0.5"}, {0.5}), ({"temperature": "0.7"}, {0.7})):
+    for fields, temperatures in (
+        (OFF, {0.0}),
+        ({**OFF, "temperatures[]": "0.5"}, {0.5}),
+        ({"temperature": "0.7"}, {0.7}),
+    ):
         found = post(served, **fields).json()["segments"]
         assert {each["temperature"] for each in found} == temperatures
         assert all(0 < each["no_speech_prob"] < 0.5 and each["avg_logprob"] < 0 for each in found)
@@ -98,7 +107,9 @@ def test_properties_are_the_defaults_of_requests(directory):
 
 
 def test_without_a_threshold_verbose_json_still_has_the_probability(directory):
-    with serving([model_spec(f"whisper={directory}")], properties={**PROPERTIES, "NO_SPEECH_THRESHOLD": "none"}) as served:
+    with serving(
+        [model_spec(f"whisper={directory}")], properties={**PROPERTIES, "NO_SPEECH_THRESHOLD": "none"}
+    ) as served:
         assert all(0 < each["no_speech_prob"] < 1 for each in post(served).json()["segments"])
 
 

@@ -108,7 +108,9 @@ class Frames:
 
     def decode(self, audio):
         for number, moment in enumerate(self.moments):
-            frame = av.AudioFrame.from_ndarray(SOUND[None, number * FRAME : (number + 1) * FRAME], format="flt", layout="mono")
+            frame = av.AudioFrame.from_ndarray(
+                SOUND[None, number * FRAME : (number + 1) * FRAME], format="flt", layout="mono"
+            )
             frame.sample_rate, frame.time_base = RATE, Fraction(1, RATE)
             frame.pts = None if moment is None else round(moment * RATE)
             yield frame
