@@ -300,7 +300,8 @@ def _timed_pieces(file: Any, make_resampler: Callable[[], Any]) -> Iterator[_Pie
         moment = _moment_of(frame)
         if now is None:
             origin = _origin_of(file)
-            now = moment = origin if moment is None or moment - origin < EARLIEST_START else moment
+            now = origin if moment is None or moment - origin < EARLIEST_START else moment
+            moment = now
             yield _Piece(start=now - origin)
         gap = 0.0 if moment is None else moment - now
         if gap > LEAST_GAP:
