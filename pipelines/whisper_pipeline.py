@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from staticllm.config import MAX_SEQS, Scheduler, StaticLLMConfig, whole
 from staticllm.core import OnProgress, ProgressEvent, SourceSpec
-from staticllm.errors import ConfigError, GenerationConfigError
+from staticllm.errors import ConfigError, GenerationConfigError, shown
 from staticllm.metrics import MICRO, RawPerfMetrics
 from staticllm.model_dir import joins_tokens
 from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
@@ -39,7 +39,7 @@ from staticllm.pipelines.speech.results import (
     chunks_of,
 )
 from staticllm.pipelines.speech.speech_files import SpeechFiles, speech_files
-from staticllm.pipelines.speech.speech_jobs import take_has_words, take_num_windows
+from staticllm.pipelines.speech.speech_jobs import take_fall_back, take_has_words, take_num_windows
 from staticllm.pipelines.speech.speech_model import SpeechModel, load_speech
 from staticllm.pipelines.speech.transcription import ParallelWindows, Timings, Transcriber
 from staticllm.pipelines.speech.transcription_handle import TranscriptionHandle
@@ -53,6 +53,7 @@ from staticllm.pipelines.speech.whisper_config import (
     copy_whisper_config,
     whisper_options,
 )
+from staticllm.pipelines.speech.words import with_whole_characters
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.streamers import TokenSink, make_sink
 from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
@@ -75,8 +76,10 @@ class StaticWhisperPipeline:
         on_progress: Called with a ``ProgressEvent`` after each part of loading; an exception in it aborts the loading.
         scheduler: Scheduling policy: a name, or an object with a method ``plan(view)`` (docs/scheduling.md).
         daemon: Whether the model runs in the daemon, which programs of this user share, or a ``DaemonHome`` (docs/daemon.md).
-        properties: GenAI's and OpenVINO's properties; ``word_timestamps``, whether calls find the times of words by default; and
-            ``MAX_WINDOWS``: how many windows of 30 s, of one recording or of several, are decoded together (4).
+        properties: GenAI's and OpenVINO's properties; ``word_timestamps``, whether calls find the times of words by default;
+            ``MAX_WINDOWS``: how many windows of 30 s, of one recording or of several, are decoded together (4); and
+            ``TEMPERATURES``, ``COMPRESSION_RATIO_THRESHOLD``, ``LOGPROB_THRESHOLD`` and ``NO_SPEECH_THRESHOLD``, the options of
+            calls that do not say them.
 
     Raises:
         ModelError: the directory is missing, half-written or not a speech model.
@@ -110,16 +113,19 @@ class StaticWhisperPipeline:
         given = dict(config) if isinstance(config, Mapping) else config
         num_windows = take_num_windows(properties, given)
         has_words = take_has_words(properties, given)
+        fall_back = take_fall_back(properties, given)
         files = speech_files(models_path)
         candidates = resolve_candidates(device, given, properties)
         policy = make_policy(candidates[0].config.scheduler if scheduler is None else scheduler)
         mel = read_mel_config(files.directory)
         self._generation_config = WhisperGenerationConfig(files.file)
+        self._generation_config.update_generation_config(**fall_back)
         if has_words:
             self._generation_config.word_timestamps = True  # as GenAI's constructor does
         tokenizer = read_tokenizer(files.directory)
         self._tools = TokenizerTools(tokenizer, joins_tokens(files.directory), "")
         heads = alignment_heads(self._generation_config) if has_words else ()
+        self._heads = heads
         tell = on_progress or (lambda event: None)
         if daemon:
             self._model = _in_daemon(daemon, files, candidates, RemoteSpeech(num_windows, heads), policy, tell)
@@ -247,7 +253,7 @@ class StaticWhisperPipeline:
             scores=[1.0],
             language=found.language,
             chunks=chunks,
-            words=found.words if options.word_timestamps else None,
+            words=with_whole_characters(found.words, decode) if options.word_timestamps else None,
             perf_metrics=_metrics_of(found.timings, len(found.tokens), begin, self._load_ms),
         )
 
@@ -323,7 +329,13 @@ class StaticWhisperPipeline:
             raise GenerationConfigError(
                 "word_timestamps=True for a pipeline that was loaded without: give the constructor word_timestamps=True"
             )
-        return options
+        if options.word_timestamps and options.alignment_heads != self._heads:
+            raise GenerationConfigError(
+                f"alignment_heads={shown(options.alignment_heads)}: the pipeline was loaded with those of the model's "
+                "generation_config.json; change them there"
+            )
+        own = options.generation
+        return replace(options, generation=replace(own, sampling=self._tools.word_tokens.complete(own)))
 
 
 def _encode(tools: TokenizerTools, text: str) -> list[int]:

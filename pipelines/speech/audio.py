@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -35,6 +36,14 @@ FORMATS = (
     "aac,ac3,aiff,amr,asf,au,avi,caf,eac3,flac,flv,matroska,webm,mov,mp4,m4a,3gp,3g2,mj2,mp3,mpeg,mpegts,ogg,w64,wav"
 )
 """The formats that FFmpeg may take a file for. Playlists are not among them: they name other files and addresses to read."""
+CLOCKED = frozenset(["mpegts", "mpeg"])
+"""The formats whose times need not begin near 0."""
+EARLIEST_START = -1.0
+"""When sound may begin, seconds after the beginning of its file; earlier times are none of the file."""
+LEAST_GAP = 0.1
+"""Seconds that frames must be late to follow a silence; less is the rounding of their times."""
+MOST_OVERLAP = 1.0
+"""Seconds that frames may be early; more means that the clock of the file was set back."""
 Source: TypeAlias = str | os.PathLike[str] | bytes | io.BufferedIOBase
 
 
@@ -109,8 +118,39 @@ def _time(seconds: float) -> str:
     return f"{seconds / 3600:g} hours" if seconds >= 3600 else f"{seconds:g} s"
 
 
+@dataclass(frozen=True)
+class Recording:
+    """A file that was read: its samples ``[n]`` at 16 kHz, the mean of its channels, float32, with silence where it has gaps.
+
+    ``start``: when the first one is heard by the times of the file, seconds. In a film, sound may begin after the picture; where
+    the sound begins with what an encoder needs in advance, it is less than 0.
+    """
+
+    samples: Samples
+    start: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The next samples ``[n]`` of a file, ``silence`` seconds after those before. ``start`` is that of ``Recording``."""
+
+    samples: Samples = field(default_factory=lambda: np.zeros(0, np.float32))
+    silence: float = 0.0
+    start: float = 0.0
+
+
 def read_audio(source: Source, max_seconds: float = MAX_SECONDS) -> Samples:
-    """Return the samples ``[n]`` of a file at 16 kHz, the mean of its channels, float32.
+    """Return the samples ``[n]`` of a file at 16 kHz, as ``read_recording``, with silence before a sound that begins later.
+
+    Raises as that function.
+    """
+    found = read_recording(source, max_seconds)
+    silence = np.zeros(round(max(0.0, found.start) * RATE), np.float32)
+    return np.concatenate([silence, found.samples]) if len(silence) else found.samples
+
+
+def read_recording(source: Source, max_seconds: float = MAX_SECONDS) -> Recording:
+    """Return the samples of a file, and when they begin.
 
     Args:
         source: A path, the content of a file, or an open file that can be sought in, which is closed.
@@ -123,11 +163,11 @@ def read_audio(source: Source, max_seconds: float = MAX_SECONDS) -> Samples:
     name = _name_of(source)
     content = _opened(source, name)
     reasons = []
-    readers: tuple[Callable[..., Iterator[Samples]], ...] = (_by_soundfile, _by_av)
+    readers: tuple[Callable[..., Iterator[_Piece]], ...] = (_by_soundfile, _by_av)
     try:
         for read in readers:
             try:
-                samples = _joined(read(content, name, max_seconds), name, max_seconds)
+                found = _joined(read(content, name, max_seconds), name, max_seconds)
             except ImportError as error:
                 reasons.append(f"{error.name} is not installed")
                 continue
@@ -135,7 +175,7 @@ def read_audio(source: Source, max_seconds: float = MAX_SECONDS) -> Samples:
                 reasons.append(last_line(error))
                 content.seek(0)
                 continue
-            return _check_file(samples, name)
+            return replace(found, samples=_check_file(found.samples, name))
     finally:
         content.close()
     if all(reason.endswith("is not installed") for reason in reasons):
@@ -179,18 +219,22 @@ def _check_file(samples: Samples, name: str) -> Samples:
     return _checked_range(samples)
 
 
-def _joined(blocks: Iterator[Samples], name: str, max_seconds: float) -> Samples:
-    """Return the samples of all blocks; reading ends as soon as they are too many."""
+def _joined(pieces: Iterator[_Piece], name: str, max_seconds: float) -> Recording:
+    """Return the samples of all pieces; reading ends as soon as they are too many."""
     found: list[Samples] = []
     count = 0
-    for block in blocks:
-        found.append(block)
-        count += len(block)
-        _check_length(count / RATE, name, max_seconds)
-    return np.concatenate(found) if found else np.zeros(0, np.float32)
+    start = 0.0
+    for piece in pieces:
+        start += piece.start
+        _check_length(start + count / RATE + piece.silence, name, max_seconds)
+        silence = np.zeros(round(piece.silence * RATE), np.float32)
+        found += [silence, piece.samples]
+        count += len(silence) + len(piece.samples)
+        _check_length(start + count / RATE, name, max_seconds)
+    return Recording(np.concatenate(found) if found else np.zeros(0, np.float32), start)
 
 
-def _by_soundfile(content: io.BufferedIOBase, name: str, max_seconds: float) -> Iterator[Samples]:
+def _by_soundfile(content: io.BufferedIOBase, name: str, max_seconds: float) -> Iterator[_Piece]:
     import soundfile
 
     try:
@@ -203,10 +247,10 @@ def _by_soundfile(content: io.BufferedIOBase, name: str, max_seconds: float) -> 
         resampled = _resampler(file.samplerate)
         try:
             while len(block := file.read(max(1, BLOCK // file.channels), "float32", always_2d=True)):
-                yield resampled(block.mean(axis=1, dtype=np.float32), False)
+                yield _Piece(resampled(block.mean(axis=1, dtype=np.float32), False))
         except Exception as error:  # as for av
             raise _UnreadableError(f"soundfile: {_reason(error)}") from None
-        yield resampled(np.zeros(0, np.float32), True)
+        yield _Piece(resampled(np.zeros(0, np.float32), True))
 
 
 def _check_rate(rate: int) -> None:
@@ -225,7 +269,7 @@ def _resampler(rate: int) -> Callable[[Samples, bool], Samples]:
     return lambda block, is_last: np.asarray(stream.resample_chunk(block, is_last), np.float32)
 
 
-def _by_av(content: io.BufferedIOBase, name: str, max_seconds: float) -> Iterator[Samples]:
+def _by_av(content: io.BufferedIOBase, name: str, max_seconds: float) -> Iterator[_Piece]:
     import av
 
     options = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}
@@ -238,14 +282,51 @@ def _by_av(content: io.BufferedIOBase, name: str, max_seconds: float) -> Iterato
             _check_rate(file.streams.audio[0].rate)
             if file.duration:
                 _check_length(file.duration / av.time_base, name, max_seconds)
-            resampler = av.AudioResampler(format="fltp", rate=RATE)
-            for frame in file.decode(audio=0):
-                yield from _means(resampler.resample(frame))
-            yield from _means(resampler.resample(None))
+            yield from _timed_pieces(file, lambda: av.AudioResampler(format="fltp", rate=RATE))
     except (PromptError, _UnreadableError):
         raise
     except Exception as error:  # av has no list of what it raises for damaged files: IndexError is among it
         raise _UnreadableError(f"av: {_reason(error)}") from None
+
+
+def _timed_pieces(file: Any, make_resampler: Callable[[], Any]) -> Iterator[_Piece]:
+    """Yield the sound of a file of ``av``, with silence where the times of its frames say that there is a gap.
+
+    No sound is left out: a frame that begins before the end of the one before it follows that one.
+    """
+    resampler = make_resampler()
+    now: float | None = None  # where the next frame should begin
+    for frame in file.decode(audio=0):
+        moment = _moment_of(frame)
+        if now is None:
+            origin = _origin_of(file)
+            now = origin if moment is None or moment - origin < EARLIEST_START else moment
+            moment = now
+            yield _Piece(start=now - origin)
+        gap = 0.0 if moment is None else moment - now
+        if gap > LEAST_GAP:
+            yield from _means(resampler.resample(None))
+            resampler = make_resampler()
+            yield _Piece(silence=gap)
+        if gap > LEAST_GAP or gap < -MOST_OVERLAP:
+            now += gap
+        now += frame.samples / frame.sample_rate
+        yield from _means(resampler.resample(frame))
+    yield from _means(resampler.resample(None))
+
+
+def _moment_of(frame: Any) -> float | None:
+    """Return the second at which a frame of ``av`` begins; None if its file does not say it."""
+    return None if frame.pts is None or not frame.time_base else float(frame.pts * frame.time_base)
+
+
+def _origin_of(file: Any) -> float:
+    """Return the second that counts as the beginning of a file of ``av``: the first one that it has, where times are those of a
+    clock which runs on from one program to the next, as in broadcasts; else 0."""
+    import av
+
+    has_clock = file.format.name in CLOCKED
+    return file.start_time / av.time_base if has_clock and file.start_time is not None else 0.0
 
 
 def _reason(error: Exception) -> str:
@@ -254,5 +335,5 @@ def _reason(error: Exception) -> str:
     return str(next(filter(None, known), last_line(error))).removeprefix("Error : ").rstrip(".")
 
 
-def _means(frames: Sequence[Any]) -> Iterator[Samples]:
-    return (np.asarray(frame.to_ndarray()).mean(axis=0, dtype=np.float32) for frame in frames)
+def _means(frames: Sequence[Any]) -> Iterator[_Piece]:
+    return (_Piece(np.asarray(frame.to_ndarray()).mean(axis=0, dtype=np.float32)) for frame in frames)

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import IO
 
 from staticllm.errors import PromptError, last_line
-from staticllm.pipelines.speech.audio import MAX_SECONDS, read_audio
-from staticllm.pipelines.speech.log_mel import Samples
+from staticllm.pipelines.speech.audio import MAX_SECONDS, Recording, read_recording
 from staticllm.pipelines.speech.transcription_watch import Cancellation
 from staticllm.system.files import open_regular
 
@@ -46,15 +45,15 @@ class AudioStream(io.BufferedIOBase):
 
 def read_cancellable(
     file: str | os.PathLike[str] | IO[bytes], cancellation: Cancellation, max_seconds: float = MAX_SECONDS
-) -> Samples:
-    """Return the samples ``[n]`` at 16 kHz of a path or an open file, which is closed, as ``read_audio``.
+) -> Recording:
+    """Return the samples ``[n]`` at 16 kHz of a path or an open file, which is closed, as ``read_recording``.
 
     Raises ``PromptError`` and ``ConfigError`` as that function, and ``concurrent.futures.CancelledError`` (it was cancelled).
     """
     try:
         if not isinstance(file, (str, os.PathLike)):
-            return read_audio(AudioStream(file, cancellation, "the file"), max_seconds)
-        return read_audio(AudioStream(_opened(file), cancellation, repr(os.fspath(file))), max_seconds)
+            return read_recording(AudioStream(file, cancellation, "the file"), max_seconds)
+        return read_recording(AudioStream(_opened(file), cancellation, repr(os.fspath(file))), max_seconds)
     finally:
         cancellation.check()
 

@@ -24,19 +24,23 @@ class HeardWindow:
     """What a window was decoded to.
 
     Attributes:
-        tokens: The tokens that were generated, with timestamps and the end of the text.
-        log_probability: The sum of their log-probabilities at temperature 1, after the logits processors.
-        no_speech: The probability that the window has no speech.
+        tokens: The tokens of the text, with timestamps.
+        logprobs: The log-probability of each token that was chosen, also of the end, at temperature 1, by its final logits.
+        no_speech: The probability that the window has no speech; None if it is not known.
+        temperature: The temperature at which the tokens were chosen.
+        num_told: The number of ``tokens`` that the caller has got already.
     """
 
     tokens: Sequence[int]
-    log_probability: float
-    no_speech: float = 0.0
+    logprobs: Sequence[float]
+    no_speech: float | None = None
+    temperature: float = 0.0
+    num_told: int = 0
 
     @property
     def mean_log_probability(self) -> float:
-        """The log-probability per token."""
-        return self.log_probability / max(1, len(self.tokens))
+        """The log-probability per token that was chosen, as in openai-whisper; 0 if there is none."""
+        return sum(self.logprobs) / len(self.logprobs) if self.logprobs else 0.0
 
 
 def compression_ratio(tokens: Sequence[int], vocab_size: int) -> float:
@@ -53,16 +57,33 @@ def verdict(heard: HeardWindow, params: FallBackParams, vocab_size: int) -> Verd
     """Return what becomes of a window's text, with the rules of transformers' ``_need_fallback``.
 
     Without ``logprob_threshold``, where transformers fails, ``no_speech_threshold`` alone decides about silence, as in
-    openai-whisper. After the last temperature there is nothing to decode again: ``AGAIN`` then means to keep the text.
+    openai-whisper. After the last temperature there is nothing to decode again: ``best_of`` then says what is kept.
     """
     least = params.logprob_threshold
     is_unlikely = least is not None and heard.mean_log_probability < least
-    is_silent = params.no_speech_threshold is not None and heard.no_speech > params.no_speech_threshold
-    if is_silent and (least is None or is_unlikely):
+    if may_be_silent(heard.no_speech, params) and (least is None or is_unlikely):
         return Verdict.SILENCE
-    most = params.compression_ratio_threshold
-    is_repeated = most is not None and compression_ratio(heard.tokens, vocab_size) > most
+    is_repeated = _is_repeated(heard, params, vocab_size)
     return Verdict.AGAIN if is_unlikely or is_repeated else Verdict.KEEP
+
+
+def may_be_silent(no_speech: float | None, params: FallBackParams) -> bool:
+    """Return whether a window counts as silent if its text is not good."""
+    most = params.no_speech_threshold
+    return most is not None and no_speech is not None and no_speech > most
+
+
+def _is_repeated(heard: HeardWindow, params: FallBackParams, vocab_size: int) -> bool:
+    most = params.compression_ratio_threshold
+    return most is not None and compression_ratio(heard.tokens, vocab_size) > most
+
+
+def best_of(tried: Sequence[HeardWindow], params: FallBackParams, vocab_size: int) -> HeardWindow:
+    """Return the most likely of the texts of which none is good, as faster-whisper: one that does not repeat itself, if there is
+    one. (transformers and openai-whisper take the last one, which is the most random.)
+    """
+    varied = [heard for heard in tried if not _is_repeated(heard, params, vocab_size)]
+    return max(varied or tried, key=lambda heard: heard.mean_log_probability)
 
 
 def options_at(options: GenerationOptions, temperature: float) -> GenerationOptions:

@@ -125,3 +125,31 @@ def chunks_of(segments: Iterable[Segment], decode: Callable[[list[int]], str]) -
         )
         for segment in segments
     ]
+
+
+def later(results: WhisperDecodedResults, seconds: float) -> WhisperDecodedResults:
+    """Return results whose times count from ``seconds`` before the recording, as in a film whose sound begins after the
+    picture. No time is less than 0."""
+
+    if not seconds:
+        return results
+
+    def moved(moment: float) -> float:
+        return moment if moment == NO_END else max(0.0, moment + seconds)
+
+    chunks = [
+        WhisperDecodedResultChunk(moved(chunk.start_ts), moved(chunk.end_ts), chunk.text)
+        for chunk in results.chunks or ()
+    ]
+    words = [
+        WhisperWordTiming(word.word, word.token_ids, moved(word.start_ts), moved(word.end_ts))
+        for word in results.words or ()
+    ]
+    return WhisperDecodedResults(
+        results.texts,
+        results.scores,
+        results.language,
+        chunks=None if results.chunks is None else chunks,
+        words=None if results.words is None else words,
+        perf_metrics=results.perf_metrics,
+    )

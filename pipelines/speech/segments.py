@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -53,28 +54,37 @@ class WindowSegments:
     """What the tokens of a window mean.
 
     Attributes:
-        segments: Complete segments, or a single one without an end.
+        segments: Complete segments, or a single one without an end; none of text without timestamps.
         advance: Frames from the beginning of this window to that of the next, at least 1.
+        text: The tokens of the text: those of the segments.
         ranges: For each segment, the first token of its text among those of the window, and the one after the last.
     """
 
     segments: tuple[Segment, ...] = ()
     advance: int = 3000
+    text: tuple[int, ...] = ()
     ranges: tuple[tuple[int, int], ...] = field(default=(), repr=False)
 
-    @property
-    def text_tokens(self) -> list[int]:
-        """The tokens of all segments."""
-        return [token for segment in self.segments for token in segment.tokens]
 
-
-def segments_of(tokens: Sequence[int], times: WindowTimes, offset: float = 0.0) -> WindowSegments:
+def segments_of(
+    tokens: Sequence[int], times: WindowTimes, offset: float = 0.0, seconds: float = math.inf
+) -> WindowSegments:
     """Return the segments of a window that begins ``offset`` seconds after its recording, as GenAI's ``extract_segments``.
+
+    Unlike there, no segment is later than ``seconds``, the end of the recording: the model also hears the silence after it.
 
     ``tokens`` are those that were generated; the end of the text may be among them. Text after the last pair of timestamps was
     cut by the end of the window: it is dropped, and the next window begins at the pair. A window that ends with a single
     timestamp, or without any, was heard to its end.
     """
+
+    def moment(token: int) -> float:
+        return min(offset + (token - times.begin) * times.seconds_per_token, seconds)
+
+    def segment(start: int, end: int | None) -> Segment:
+        text = tuple(token for token in tokens[start + 1 : end] if token < times.eos)
+        return Segment(moment(tokens[start]), None if end is None else moment(tokens[end]), text)
+
     segments: list[Segment] = []
     ranges: list[tuple[int, int]] = []
     advance = times.window_frames
@@ -83,25 +93,18 @@ def segments_of(tokens: Sequence[int], times: WindowTimes, offset: float = 0.0) 
         if start is None:
             start = index
         elif token != tokens[start]:  # a repeated timestamp begins the segment again
-            segments.append(_segment(tokens, start, index, times, offset))
+            segments.append(segment(start, index))
             ranges.append((start + 1, index))
             advance = (token - times.begin) * times.frames_per_token
             start = None
     if start is None:
         advance = times.window_frames
     elif not segments and start + 1 < len(tokens):
-        segments.append(_segment(tokens, start, None, times, offset))
+        segments.append(segment(start, None))
         ranges.append((start + 1, len(tokens)))
-    return WindowSegments(tuple(segments), advance if advance > 0 else times.window_frames, tuple(ranges))
+    text = tuple(token for segment in segments for token in segment.tokens)
+    return WindowSegments(tuple(segments), advance if advance > 0 else times.window_frames, text, tuple(ranges))
 
 
 def _timestamps(tokens: Sequence[int], begin: int) -> Iterator[tuple[int, int]]:
     return ((index, token) for index, token in enumerate(tokens) if token >= begin)
-
-
-def _segment(tokens: Sequence[int], start: int, end: int | None, times: WindowTimes, offset: float) -> Segment:
-    def seconds(token: int) -> float:
-        return offset + (token - times.begin) * times.seconds_per_token
-
-    text = tuple(token for token in tokens[start + 1 : end] if token < times.eos)
-    return Segment(seconds(tokens[start]), None if end is None else seconds(tokens[end]), text)

@@ -17,6 +17,7 @@ from staticllm.pipelines.launch.arguments import Candidate
 from staticllm.pipelines.loading.kind import LoadJob
 from staticllm.pipelines.loading.source_kind import AlignmentKind, SourceKind
 from staticllm.pipelines.speech.speech_files import DECODER, ENCODER, SpeechFiles
+from staticllm.pipelines.speech.whisper_config import FALL_BACK, fall_back_value
 
 MAX_WINDOWS = "MAX_WINDOWS"
 WORD_TIMESTAMPS = "WORD_TIMESTAMPS"
@@ -99,6 +100,22 @@ def take_has_words(properties: dict[str, Any], config: Mapping[str, Any] | Stati
     """
     given = _taken(WORD_TIMESTAMPS, properties, config)
     return given is not None and switch(WORD_TIMESTAMPS, given)
+
+
+def take_fall_back(properties: dict[str, Any], config: Mapping[str, Any] | StaticLLMConfig | None) -> dict[str, Any]:
+    """Remove the properties that say when a window is decoded again or is silent, and return those that were given: the options
+    of calls that do not say it themselves.
+
+    Raises ``ConfigError`` (a value is impossible).
+    """
+    given = {name: _taken(name.upper(), properties, config) for name in FALL_BACK}
+    return {name: fall_back_value(name, value) for name, value in given.items() if value is not None}
+
+
+def with_fall_back(properties: Mapping[str, Any]) -> dict[str, Any]:
+    """Return properties with Whisper's own thresholds where they say none: for users who want no text where nobody speaks."""
+    given = {name.upper() for name in properties}
+    return {**{name.upper(): value for name, value in FALL_BACK.items() if name.upper() not in given}, **properties}
 
 
 def _taken(name: str, properties: dict[str, Any], config: Mapping[str, Any] | StaticLLMConfig | None) -> Any:

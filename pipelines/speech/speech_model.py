@@ -22,7 +22,7 @@ from staticllm.core import (
     SourceVariant,
 )
 from staticllm.errors import DeviceError, ModelError, pipeline_closed
-from staticllm.pipelines.engine.client import EngineClient
+from staticllm.pipelines.engine.client import EngineClient, UserProcessors
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.engine.jobs import JobHost
 from staticllm.pipelines.engine.request import EngineRequest, Finished, TokenOutput
@@ -127,13 +127,13 @@ class Window:
         with self._cancellation.ending(found.cancel):
             return found.result()
 
-    def generate(self, request: EngineRequest) -> Iterator[Chosen]:
+    def generate(self, request: EngineRequest, processors: UserProcessors = ()) -> Iterator[Chosen]:
         """Yield the tokens of a request about this window. Leaving the iteration cancels the request; a cancellation ends it.
 
-        Raises ``BusyError``, ``ClosedError``, and what ends the request.
+        ``processors``: the logits processors that the user made. Raises ``BusyError``, ``ClosedError`` and what ends the request.
         """
         request = replace(request, source=self._source)
-        queue = self._engine.submit(request)
+        queue = self._engine.submit(request, processors=processors)
         has_ended = False
         try:
             with self._cancellation.ending(lambda: self._engine.cancel(request.id)):

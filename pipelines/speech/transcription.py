@@ -14,10 +14,11 @@ from numpy.typing import NDArray
 
 from staticllm.errors import ModelError
 from staticllm.pipelines.engine.request import EngineRequest
+from staticllm.pipelines.generation.logits_processors import copies_for
 from staticllm.pipelines.generation.options.resolve import GenerationOptions
 from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.speech_rules import SpeechRules
-from staticllm.pipelines.speech.fall_back import HeardWindow, Verdict, options_at, verdict
+from staticllm.pipelines.speech.fall_back import HeardWindow, Verdict, best_of, may_be_silent, options_at, verdict
 from staticllm.pipelines.speech.log_mel import MelConfig, log_mel, window_of
 from staticllm.pipelines.speech.results import WhisperWordTiming
 from staticllm.pipelines.speech.segments import Segment, WindowSegments, WindowTimes, segments_of
@@ -34,6 +35,7 @@ from staticllm.pipelines.speech.whisper_prompt import (
     window_prompt,
 )
 from staticllm.pipelines.speech.whisper_rules import language_of, language_rules, no_speech_rules, whisper_rules
+from staticllm.pipelines.speech.window_end import StopStrings
 from staticllm.pipelines.speech.words import alignment_tokens, text_tokens_of, token_starts, words_of
 
 
@@ -61,13 +63,12 @@ class Timings:
 
 @dataclass
 class Transcript:
-    """What was said: the tokens of the text, its segments, the language, and the log-probability of each chosen token."""
+    """What was said: the language, the tokens of the text, its segments and words."""
 
     language: str = NO_LANGUAGE
     tokens: list[int] = field(default_factory=list)
     segments: list[Segment] = field(default_factory=list)
     words: list[WhisperWordTiming] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
     is_cancelled: bool = False
 
@@ -76,7 +77,6 @@ class Transcript:
         self.tokens += later.tokens
         self.segments += later.segments
         self.words += later.words
-        self.logprobs += later.logprobs
         self.timings.add(later.timings)
         self.is_cancelled = self.is_cancelled or later.is_cancelled
 
@@ -106,12 +106,13 @@ class _Run:
     end: int
     seconds: float
     found: Transcript
+    stops: StopStrings
     is_first: bool = True
 
-    @property
-    def streams_tokens(self) -> bool:
-        """Whether tokens of the text are certain as soon as they are chosen."""
-        return not self.has_timestamps and not self.options.fall_back.may_decode_again
+    def is_certain(self, no_speech: float | None) -> bool:
+        """Return whether the text of a window is kept whatever it is, so that its tokens can be told as they are chosen."""
+        params = self.options.fall_back
+        return not self.has_timestamps and len(params.temperatures) == 1 and not may_be_silent(no_speech, params)
 
 
 @dataclass(frozen=True)
@@ -179,9 +180,11 @@ class Transcriber:
         is_long = len(samples) > self._mel.window_samples
         has_timestamps = is_long or options.return_timestamps
         seconds = len(samples) / self._mel.sampling_rate
-        end = max(features.shape[1], 1)
+        end = self._end_frame(features.shape[1], len(samples), options)
         context = context_tokens(options, self._encode)
-        run = _Run(options, has_timestamps, priority, watch, context, 0, end, seconds, found)
+        own = options.generation
+        stops = StopStrings(own.stop_strings, own.include_stop_str_in_output, self._encode, self._decode_text)
+        run = _Run(options, has_timestamps, priority, watch, context, 0, end, seconds, found, stops)
         found.language = options.language or NO_LANGUAGE
         if parallel is None:
             return self._hear(features, run)
@@ -193,6 +196,15 @@ class Transcriber:
                 raise
             found.is_cancelled = True
         return found
+
+    def _end_frame(self, num_frames: int, num_samples: int, options: WhisperOptions) -> int:
+        """Return the frame before which the recording ends. The model hears zeros after it.
+
+        Where silence is to be found, it is heard as by openai-whisper and faster-whisper, for which the thresholds were chosen:
+        zeros follow its last frame. Else, as by GenAI and transformers, silence follows a recording of less than a window.
+        """
+        heard = -(-num_samples // self._mel.hop_length) if options.fall_back.finds_silence else num_frames
+        return max(1, min(heard, num_frames))
 
     def _hear(self, features: NDArray[np.float32], run: _Run) -> Transcript:
         """Add what is said from the start of a run to its end, window after window, and return what was found."""
@@ -253,7 +265,6 @@ class Transcriber:
         found = run.found
         options = run.options
         watch = run.watch
-        num_before = len(found.logprobs)
         with self._model.hear(features, run.priority, cancellation=watch.cancellation) as window:
             found.timings.encode.append(window.encode_seconds)
             is_first = run.is_first and start == run.start
@@ -262,22 +273,38 @@ class Transcriber:
             prompt = window_prompt(
                 run.context, options, found.language, is_first, run.has_timestamps, self._model.files.max_positions
             )
-            tokens = self._decode_well(window, prompt, run)
+            decoded = self._decode_well(window, prompt, run)
+            heard = self._kept(decoded.tokens, start, run)
             if options.word_timestamps:
-                self._find_words(window, tokens, start, run)
-        logprobs = found.logprobs[num_before:]
-        times = WindowTimes.of(options.tokens, self._mel, self._model.files.source_len)
-        offset = start / self._mel.frames_per_second
-        heard = segments_of(tokens, times, offset) if run.has_timestamps else WindowSegments(advance=run.end - start)
+                self._find_words(window, heard, start, run)
         found.segments += heard.segments
-        text = heard.text_tokens if run.has_timestamps else [token for token in tokens if token < options.tokens.eos]
-        found.tokens += text
-        if not run.streams_tokens and text and not watch.on_tokens(text):
+        found.tokens += heard.text
+        untold = heard.text[decoded.num_told :]
+        if untold and not found.is_cancelled and not watch.on_tokens(untold):
             found.is_cancelled = True
-        seconds = min((start + heard.advance) / self._mel.frames_per_second, run.seconds)
-        mean = sum(logprobs) / len(logprobs) if logprobs else 0.0
-        watch.on_window(WindowHeard(seconds, offset, heard.segments, mean))
+        watch.on_window(
+            WindowHeard(
+                seconds=self._end_of(heard, start, run),
+                start=start / self._mel.frames_per_second,
+                segments=heard.segments,
+                avg_logprob=decoded.mean_log_probability,
+                temperature=decoded.temperature,
+                no_speech_prob=decoded.no_speech,
+            )
+        )
         return heard.advance
+
+    def _kept(self, tokens: Sequence[int], start: int, run: _Run) -> WindowSegments:
+        """Return what is kept of the tokens of the window that begins at frame ``start``."""
+        own = run.options.tokens
+        if not run.has_timestamps:
+            return WindowSegments(advance=run.end - start, text=tuple(text_tokens_of(tokens, own)))
+        times = WindowTimes.of(own, self._mel, self._model.files.source_len)
+        return segments_of(tokens, times, start / self._mel.frames_per_second, run.seconds)
+
+    def _end_of(self, heard: WindowSegments, start: int, run: _Run) -> float:
+        """Return the second of the recording at which a window ends that begins at frame ``start``."""
+        return min((start + heard.advance) / self._mel.frames_per_second, run.seconds)
 
     def _language(self, window: Window, options: WhisperOptions, run: _Run) -> str:
         """Return the language that the model hears."""
@@ -286,15 +313,17 @@ class Transcriber:
         tokens = options.tokens
         return language_of(self._first(window, (tokens.decoder_start,), language_rules(tokens), run).id, tokens)
 
-    def _find_words(self, window: Window, tokens: list[int], start: int, run: _Run) -> None:
-        """Add the words of a window that begins at frame ``start``. Frames after the end of the recording are not looked at.
+    def _find_words(self, window: Window, heard: WindowSegments, start: int, run: _Run) -> None:
+        """Add the words of the window that begins at frame ``start``: those of its text, as openai-whisper (GenAI also has those
+        of the text that the next window says again). Frames after the end of the recording are not looked at.
 
-        A text that fills all positions loses its last token, because the marks before and after it take places too.
+        Of a text that fills all positions, the last token gets no place of its own, because the marks before and after the text
+        take places too.
         """
         own = run.options.tokens
         begin = start_tokens(own, run.found.language, run.options.task)
         num_marks = len(alignment_tokens(begin, (), own))
-        text = text_tokens_of(tokens, own)[: self._model.files.max_positions - num_marks]
+        text = heard.text[: self._model.files.max_positions - num_marks]
         if not text:
             return
         weights = window.align(alignment_tokens(begin, text, own), run.priority)
@@ -303,28 +332,30 @@ class Transcriber:
         num_frames = min(int(run.seconds * self._mel.frames_per_second) - start, self._mel.window_frames)
         starts = token_starts(weights, len(begin), num_frames // times.frames_per_token)
         offset = start / self._mel.frames_per_second
+        end = self._end_of(heard, start, run)
         run.found.words += words_of(
-            text, starts, self._decode_text, run.found.language, offset, times.seconds_per_token
+            heard.text, starts, self._decode_text, run.found.language, offset, end, times.seconds_per_token
         )
         run.found.timings.words += time.perf_counter() - clock
 
-    def _decode_well(self, window: Window, prompt: WindowPrompt, run: _Run) -> list[int]:
+    def _decode_well(self, window: Window, prompt: WindowPrompt, run: _Run) -> HeardWindow:
         """Return the tokens of a window at the first temperature whose text is good; none if there is no speech in it."""
         options = run.options
-        found = run.found
         params = options.fall_back
-        if not params.may_decode_again:
-            return self._decode(window, prompt, options.generation, run)
-        no_speech = 0.0 if params.no_speech_threshold is None else self._no_speech(window, prompt, run)
-        tokens: list[int] = []
+        vocab_size = self._model.launched.vocab_size
+        no_speech = None if params.no_speech_threshold is None else self._no_speech(window, prompt, run)
+        tried: list[HeardWindow] = []
         for temperature in params.temperatures:
-            num_before = len(found.logprobs)
-            tokens = self._decode(window, prompt, options_at(options.generation, temperature), run)
-            heard = HeardWindow(tokens, sum(found.logprobs[num_before:]), no_speech)
-            found_verdict = verdict(heard, params, self._model.launched.vocab_size)
-            if found_verdict is not Verdict.AGAIN or found.is_cancelled:
-                return [] if found_verdict is Verdict.SILENCE else tokens
-        return tokens
+            own = options_at(options.generation, temperature)
+            heard = self._decode(window, prompt, own, run, run.is_certain(no_speech))
+            heard = replace(heard, no_speech=no_speech, temperature=temperature)
+            found_verdict = verdict(heard, params, vocab_size)
+            if found_verdict is Verdict.SILENCE:
+                return replace(heard, tokens=())
+            if found_verdict is not Verdict.AGAIN or run.found.is_cancelled:
+                return heard
+            tried.append(heard)
+        return best_of(tried, params, vocab_size)
 
     def _no_speech(self, window: Window, prompt: WindowPrompt, run: _Run) -> float:
         """Return the probability that there is no speech in a window."""
@@ -339,39 +370,53 @@ class Transcriber:
         run.watch.cancellation.check()
         return found[0]
 
-    def _decode(self, window: Window, prompt: WindowPrompt, generation: GenerationOptions, run: _Run) -> list[int]:
-        """Return the tokens of a window, without its end."""
-        options = run.options
-        found = run.found
-        most = generation.max_tokens_after(len(prompt.tokens), self._model.files.max_positions)
-        request = EngineRequest(
+    def _decode(
+        self, window: Window, prompt: WindowPrompt, generation: GenerationOptions, run: _Run, is_certain: bool
+    ) -> HeardWindow:
+        """Return the tokens of a window, without its end. ``is_certain``: whether the caller gets its text as it is chosen."""
+        end = run.options.tokens.eos
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        num_told = 0
+        request = self._request(prompt, generation, run)
+        for chosen in window.generate(request, copies_for(generation.extra.logits_processors, prompt.tokens, 1)):
+            self._count(chosen, run.found)
+            logprobs.append(chosen.logprob)
+            if chosen.id == end and end in generation.stop_token_ids:
+                continue
+            tokens.append(chosen.id)
+            num_cut = run.stops.num_cut(tokens)
+            if num_cut is not None:
+                del tokens[len(tokens) - num_cut :]
+                break
+            if is_certain:
+                certain = tokens[: max(0, len(tokens) - run.stops.num_held)]
+                text = text_tokens_of(certain, run.options.tokens)[num_told:]
+                num_told += len(text)
+                if text and not run.watch.on_tokens(text):
+                    run.found.is_cancelled = True
+                    tokens = certain
+                    break
+        run.watch.cancellation.check()
+        return HeardWindow(tokens, logprobs, num_told=num_told)
+
+    def _request(self, prompt: WindowPrompt, generation: GenerationOptions, run: _Run) -> EngineRequest:
+        """Return the request for the text of a window."""
+        return EngineRequest(
             prompt=prompt.tokens,
             sampling=replace(generation.sampling, wants_logprobs=True),
             seed=generation.sampling.rng_seed,
-            max_new_tokens=most,
+            max_new_tokens=generation.max_tokens_after(len(prompt.tokens), self._model.files.max_positions),
             stop_token_ids=generation.stop_token_ids,
             late_token_ids=generation.ignored_token_ids,
             min_new_tokens=generation.min_new_tokens,
             priority=run.priority,
             beams=generation.beams,
-            rules=whisper_rules(options, run.has_timestamps),
+            rules=whisper_rules(run.options, run.has_timestamps),
         )
-        tokens: list[int] = []
-        for chosen in window.generate(request):
-            self._count(chosen, found)
-            if chosen.id in generation.stop_token_ids:
-                continue
-            tokens.append(chosen.id)
-            is_text = chosen.id < options.tokens.eos and run.streams_tokens
-            if is_text and not run.watch.on_tokens([chosen.id]):
-                found.is_cancelled = True
-                break
-        run.watch.cancellation.check()
-        return tokens
 
     @staticmethod
     def _count(chosen: Chosen, found: Transcript) -> None:
-        found.logprobs.append(chosen.logprob)
         found.timings.decode.append(chosen.device_seconds)
         found.timings.sampling.append(chosen.sampling_seconds)
         found.timings.token_times.append(chosen.time)

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from staticllm.pipelines.speech.segments import Segment
@@ -24,12 +24,28 @@ class WindowHeard:
         start: The second at which the window begins.
         segments: Its segments; none if nothing asked for times.
         avg_logprob: The mean log-probability of its tokens; 0 if it has none.
+        temperature: The temperature at which they were chosen.
+        no_speech_prob: The probability that it has no speech; None if no threshold asked for it.
     """
 
     seconds: float
     start: float
     segments: tuple[Segment, ...]
     avg_logprob: float
+    temperature: float = 0.0
+    no_speech_prob: float | None = None
+
+    def later(self, seconds: float) -> WindowHeard:
+        """Return the window with times that count from ``seconds`` before the recording; none is less than 0."""
+
+        def moved(moment: float) -> float:
+            return max(0.0, moment + seconds)
+
+        segments = tuple(
+            replace(each, start=moved(each.start), end=None if each.end is None else moved(each.end))
+            for each in self.segments
+        )
+        return replace(self, seconds=moved(self.seconds), start=moved(self.start), segments=segments)
 
 
 class Cancellation:

@@ -20,8 +20,14 @@ import openvino_genai as genai
 from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError, ModelError, last_line, shown
 from staticllm.pipelines.generation.options.extra import EXTRA_NAMES, MAX_TOKEN, check_characters
+from staticllm.pipelines.generation.options.resolve import (
+    DRAFTING,
+    GenerationOptions,
+    copy_config,
+    resolve,
+    unreadable_field,
+)
 from staticllm.pipelines.generation.options.resolve import NAMES as SHARED_NAMES
-from staticllm.pipelines.generation.options.resolve import GenerationOptions, copy_config, resolve, unreadable_field
 from staticllm.pipelines.grammars.requested import KEYWORDS
 from staticllm.system.files import read_regular
 
@@ -32,7 +38,7 @@ MAX_FILE = 16 << 20
 """The most bytes of a ``generation_config.json``."""
 MAX_CONTEXT_CHARS = 1 << 16
 """The most characters of ``initial_prompt`` and ``hotwords``; of their tokens only the last 223 count."""
-NOT_FOR_SPEECH = ("best_of", "tools", "tool_choice", "parse_tools", "extra_context", *KEYWORDS)
+NOT_FOR_SPEECH = ("best_of", "finish_grammar", "tools", "tool_choice", "parse_tools", "extra_context", *KEYWORDS)
 """Options of text generation that no transcription has."""
 
 
@@ -71,16 +77,15 @@ class FallBackParams:
     ``temperatures`` are tried in order; a single one means that nothing is decoded twice. A threshold of None has no effect.
     """
 
-    temperatures: tuple[float, ...] = ()
+    temperatures: tuple[float, ...] = (0.0,)
     compression_ratio_threshold: float | None = None
     logprob_threshold: float | None = None
     no_speech_threshold: float | None = None
 
     @property
-    def may_decode_again(self) -> bool:
-        """Whether a window's text is judged: there are several temperatures, or a threshold."""
-        thresholds = (self.compression_ratio_threshold, self.logprob_threshold, self.no_speech_threshold)
-        return len(self.temperatures) > 1 or any(each is not None for each in thresholds)
+    def finds_silence(self) -> bool:
+        """Whether windows without speech have no text."""
+        return self.no_speech_threshold is not None
 
 
 @dataclass(frozen=True)
@@ -291,7 +296,7 @@ def whisper_options(config: genai.WhisperGenerationConfig, overrides: Mapping[st
     generation = resolve(config, {name: value for name, value in overrides.items() if name not in _CHECKS})
     _check_generation(generation)
     _check_alignment(values)
-    tokens = _tokens_of(values, config)
+    tokens = _tokens_of(values, overrides.get("eos_token_id", config.eos_token_id))
     return WhisperOptions(
         generation=generation,
         tokens=tokens,
@@ -309,7 +314,8 @@ def whisper_options(config: genai.WhisperGenerationConfig, overrides: Mapping[st
     )
 
 
-def _tokens_of(values: Mapping[str, Any], config: genai.WhisperGenerationConfig) -> WhisperTokens:
+def _tokens_of(values: Mapping[str, Any], eos: int) -> WhisperTokens:
+    """Return the special tokens. Without an ``eos`` (-1), the padding ends a text."""
     if values["is_multilingual"] and not values["lang_to_id"]:
         raise GenerationConfigError(
             "is_multilingual=True without lang_to_id: begin with the model's own config (get_generation_config), "
@@ -319,7 +325,7 @@ def _tokens_of(values: Mapping[str, Any], config: genai.WhisperGenerationConfig)
     return WhisperTokens(
         decoder_start=values["decoder_start_token_id"],
         pad=values["pad_token_id"],
-        eos=config.eos_token_id if config.eos_token_id >= 0 else values["pad_token_id"],
+        eos=eos if eos >= 0 else values["pad_token_id"],
         translate=values["translate_token_id"],
         transcribe=values["transcribe_token_id"],
         prev_sot=values["prev_sot_token_id"],
@@ -358,9 +364,15 @@ def _check_generation(options: GenerationOptions) -> None:
             f"num_return_sequences={options.num_return_sequences}: a recording has one transcription; set 1"
         )
     if options.drafts is not None or options.asks_for_drafts:
-        raise GenerationConfigError("speech is decoded without drafts: leave num_assistant_tokens and the like out")
-    if options.grammar is not None:
-        raise GenerationConfigError("structured_output_config is an option of text generation: leave it out for speech")
+        raise GenerationConfigError(f"speech is decoded without drafts: leave {', '.join(DRAFTING)} out")
+    of_text = {
+        "structured_output_config": options.grammar, "echo": options.echo, "parsers": options.parsers,
+        "apply_chat_template": options.apply_chat_template, "logprobs": options.sampling.wants_logprobs,
+        "adapters": options.adapters is not None,
+    }  # fmt: skip
+    for name, value in of_text.items():
+        if value:
+            raise GenerationConfigError(f"{name} is an option of text generation: leave it out for speech")
 
 
 def _check_alignment(values: Mapping[str, Any]) -> None:
@@ -487,6 +499,31 @@ _CHECKS: Mapping[str, Callable[[str, object], Any]] = {
 }
 """All of Whisper's own fields: how the value of each is checked and brought into one form."""
 WHISPER_NAMES = tuple(_CHECKS)
+
+
+FALL_BACK: Mapping[str, Any] = {
+    "temperatures": (0.0, 0.2, 0.4, 0.6, 0.8, 1.0),
+    "compression_ratio_threshold": 1.35,
+    "logprob_threshold": -1.0,
+    "no_speech_threshold": 0.6,
+}
+"""The thresholds with which openai-whisper and faster-whisper hear, those of transformers for repetitions: the defaults of the
+server and of the command. The class has none, like GenAI's, so that noise becomes text there."""
+
+
+def fall_back_value(name: str, value: object) -> Any:
+    """Return the checked value of one of the options ``FALL_BACK``, which may be a text: ``0,0.2,0.4``, ``-1.0`` or ``none``.
+
+    Raises ``GenerationConfigError`` (it is impossible).
+    """
+    if isinstance(value, str):
+        try:
+            numbers = () if value.strip().lower() == "none" else tuple(map(float, value.split(",")))
+        except ValueError:
+            raise GenerationConfigError(f"{name}={shown(value)}: must be numbers, or none") from None
+        is_list = name == "temperatures" or len(numbers) > 1
+        value = numbers if is_list else next(iter(numbers), None)
+    return _CHECKS[name](name, value)
 
 
 def alignment_heads(config: WhisperGenerationConfig) -> tuple[tuple[int, int], ...]:

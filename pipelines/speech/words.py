@@ -6,6 +6,7 @@ to the next token, so the cheapest monotonic path through their weights gives ea
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -157,18 +158,21 @@ def words_of(
     decode: Decode,
     language: str,
     offset: float = 0.0,
+    latest: float = math.inf,
     seconds_per_frame: float = 0.02,
 ) -> list[WhisperWordTiming]:
-    """Return the words of a window, with their times in the recording.
+    """Return the words of a window, with their times in the recording. Their texts, one after another, are the window's.
 
     Args:
         text: The tokens of the text, ``[n]``.
-        starts: The first frame of each, and of the end, ``[n + 1]``.
+        starts: The first frame of each, and of the end, ``[n + 1]``; the rest begins with the last one if there are fewer.
         decode: Makes text of tokens; a part of a character must become U+FFFD.
         language: The code of the language.
         offset: When the window begins, seconds.
+        latest: When the next window begins; no word is later.
         seconds_per_frame: Seconds of a frame of the encoder.
     """
+    starts = np.pad(starts, (0, max(0, len(text) + 1 - len(starts))), "edge")
     split = characters_of(list(text), decode)
     words = split if language in WITHOUT_SPACES else joined_at_spaces(split)
     timed = []
@@ -179,22 +183,26 @@ def words_of(
         timed.append(replace(word, start=times[0], end=times[1]))
         place = end
     return [
-        WhisperWordTiming(word.text, list(word.tokens), offset + word.start, offset + word.end)
+        WhisperWordTiming(
+            word.text, list(word.tokens), min(offset + word.start, latest), min(offset + word.end, latest)
+        )
         for word in with_punctuation(shortened(timed))
     ]
 
 
 def characters_of(tokens: list[int], decode: Decode) -> list[_Word]:
-    """Return the smallest groups of tokens that are whole characters, with their texts."""
+    """Return the smallest groups of tokens whose texts, one after another, are that of all tokens."""
     whole_text = decode(tokens)
     found: list[_Word] = []
     group: list[int] = []
     offset = 0
-    for token in tokens:
+    for index, token in enumerate(tokens):
         group.append(token)
         text = decode(group)
-        place = offset + text.find(REPLACEMENT)
-        if REPLACEMENT not in text or whole_text[place : place + 1] == REPLACEMENT:  # the character never becomes whole
+        if not whole_text.startswith(text, offset):  # half a character, or a text that depends on those before it
+            begun = decode(tokens[: index + 1])
+            text = begun[offset:] if whole_text.startswith(begun) else ""
+        if text:
             found.append(_Word(text, tuple(group)))
             group = []
             offset += len(text)
@@ -251,3 +259,17 @@ def with_punctuation(words: Sequence[_Word]) -> list[_Word]:
 
 def _joined(first: _Word, second: _Word) -> _Word:
     return replace(first, text=first.text + second.text, tokens=first.tokens + second.tokens)
+
+
+def with_whole_characters(words: Sequence[WhisperWordTiming], decode: Decode) -> list[WhisperWordTiming]:
+    """Return the words of a recording. Two of them are one where the first ends within a character that the second continues, as
+    at the border of two windows: the text of the recording has one character there, or one mark in its place.
+    """
+    found: list[WhisperWordTiming] = []
+    for word in words:
+        if found and found[-1].word.endswith(REPLACEMENT) and word.word.startswith(REPLACEMENT):
+            tokens = found[-1].token_ids + word.token_ids
+            found[-1] = WhisperWordTiming(decode(tokens), tokens, found[-1].start_ts, word.end_ts)
+        else:
+            found.append(word)
+    return found

@@ -26,12 +26,15 @@ if TYPE_CHECKING:
     from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline
 
 SUFFIXES = {"text": "txt", "srt": "srt", "vtt": "vtt", "json": "json"}
-GROUPS = {"Output": ("form", "timestamps", "output")}
+GROUPS = {
+    "Output": ("form", "timestamps", "output"),
+    "Silence and doubt": ("temperatures", "no_speech_threshold", "logprob_threshold", "compression_ratio_threshold"),
+}
 
 
 @dataclass(frozen=True)
 class Transcribed:
-    """One recording: its path, its length in seconds, and what is said in it."""
+    """One recording: its path, the second at which it ends, and what is said in it, by the times of its file."""
 
     path: Path
     seconds: float
@@ -50,6 +53,15 @@ class Transcribed:
 )
 @value("--device", None, DEVICE_HELP, "CPU")
 @property_option
+@value(
+    "--temperatures",
+    None,
+    "Decode a window at these temperatures, until its text is good.  [0,0.2,0.4,0.6,0.8,1]",
+    metavar="LIST",
+)
+@value("--no-speech-threshold", None, "A doubtful window is silent above this probability, or none.  [0.6]")
+@value("--logprob-threshold", None, "Text is doubtful below this mean log-probability, or none.  [-1]")
+@value("--compression-ratio-threshold", None, "Text repeats itself above this ratio of its tokens, or none.  [1.35]")
 @click.option("--text", "form", flag_value="text", default=True, help="Write text.  [the default]")
 @click.option("--srt", "form", flag_value="srt", help="Write SubRip subtitles.")
 @click.option("--vtt", "form", flag_value="vtt", help="Write WebVTT subtitles.")
@@ -115,9 +127,12 @@ def _asked(options: dict[str, Any]) -> dict[str, Any]:
 def _loaded(model: str, options: dict[str, Any], num_files: int, shown: Progress) -> Iterator[StaticWhisperPipeline]:
     """Load the model; for one window at a time, if that is all that is needed: static programs read the places of all."""
     from staticllm.model_paths.arguments import expanded
+    from staticllm.pipelines.speech.speech_jobs import with_fall_back
+    from staticllm.pipelines.speech.whisper_config import FALL_BACK
     from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline
 
-    properties = property_values(options["properties"])
+    given = {name.upper(): options[name] for name in FALL_BACK if options[name] is not None}
+    properties = with_fall_back({**property_values(options["properties"]), **given})
     has_one = num_files == 1 and options["parallel_windows"] is None
     if has_one and not {"MAX_WINDOWS", "BLOB_PATH"} & {name.upper() for name in properties}:
         properties["MAX_WINDOWS"] = 1
@@ -158,21 +173,23 @@ class Transcriptions:
 
     def _transcribe(self, index: int, path: Path) -> Transcribed:
         from staticllm.pipelines.speech.audio_stream import read_cancellable
+        from staticllm.pipelines.speech.results import later
 
-        samples = read_cancellable(path, self._cancellation)
-        seconds = len(samples) / self._pipe.sampling_rate
+        recording = read_cancellable(path, self._cancellation)
+        start = recording.start
+        seconds = len(recording.samples) / self._pipe.sampling_rate
         self._tell(index, 0.0, seconds)
 
         def on_window(window: WindowHeard) -> None:
             self._tell(index, window.seconds, seconds)
 
         try:
-            handle = self._pipe.submit(samples, on_window=on_window, **self._asked)
+            handle = self._pipe.submit(recording.samples, on_window=on_window, **self._asked)
         except PromptError as error:
             raise PromptError(f"{str(path)!r}: {error}") from error
-        del samples
+        del recording
         with self._cancellation.ending(handle.cancel):
-            return Transcribed(path, seconds, handle.result())
+            return Transcribed(path, max(0.0, start + seconds), later(handle.result(), start))
 
     def _tell(self, index: int, heard: float, seconds: float) -> None:
         with self._lock:

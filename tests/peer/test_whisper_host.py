@@ -225,7 +225,7 @@ def transcribed(plain, model, samples, peer, **values):
             break
         found = segments_of(tokens, times, place / mel.frames_per_second)
         segments += found.segments
-        text += found.text_tokens
+        text += found.text
         place += found.advance
     return tokenizer.decode(text), chunks_of(segments, lambda tokens: str(tokenizer.decode(tokens)))
 

@@ -37,9 +37,12 @@ from staticllm.pipelines.speech.speech_jobs import (
     OF_TEXT,
     WORD_TIMESTAMPS,
     check_speech_config,
+    take_fall_back,
     take_has_words,
     take_num_windows,
+    with_fall_back,
 )
+from staticllm.pipelines.speech.whisper_config import FALL_BACK
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
 from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline
@@ -183,19 +186,21 @@ class SpeechKind(ServedKind):
         engines = None if wanted.daemon else wanted.engines
         engine = None if engines is None else engines.of(wanted.device.partition(",")[0])
         return StaticWhisperPipeline(
-            wanted.path, wanted.device, config=dict(wanted.properties), engine=engine, on_progress=wanted.on_progress,
-            daemon=wanted.daemon,
+            wanted.path, wanted.device, config=with_fall_back(wanted.properties), engine=engine, daemon=wanted.daemon,
+            on_progress=wanted.on_progress,
         )  # fmt: skip
 
     def option_names(self, device: str) -> frozenset[str]:
         lengths = {"MAX_PROMPT_LEN", "MIN_RESPONSE_LEN"}  # which follow from the model's windows
-        own = {*DECODER_OPTIONS, MAX_WINDOWS, WORD_TIMESTAMPS} - {name.upper() for name in OF_TEXT} - lengths
+        of_speech = {MAX_WINDOWS, WORD_TIMESTAMPS, *(name.upper() for name in FALL_BACK)}
+        own = {*DECODER_OPTIONS, *of_speech} - {name.upper() for name in OF_TEXT} - lengths
         return frozenset(own) | _names_of(device)
 
     def check_options(self, device: str, properties: Mapping[str, object]) -> None:
         rest = dict(properties)
         take_num_windows(rest, None)
         take_has_words(rest, None)
+        take_fall_back(rest, None)
         for candidate in resolve_candidates(device, rest, {}):
             check_speech_config(candidate.config)
 

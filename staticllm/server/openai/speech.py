@@ -11,6 +11,7 @@ from starlette.datastructures import UploadFile
 from starlette.responses import PlainTextResponse, Response
 
 from staticllm.pipelines.speech.subtitles import Layout, word_times, written
+from staticllm.pipelines.speech.whisper_config import FALL_BACK
 from staticllm.server.answers.fields import IgnoredFields, Text
 from staticllm.server.answers.stream import ChunkStream
 from staticllm.server.answers.work import TierFields, is_proactive
@@ -34,6 +35,12 @@ class TranslationRequest(IgnoredFields, TierFields):
     prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS)
     response_format: Format = "json"
     temperature: float = Field(0.0, ge=0, le=1)
+    temperatures: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1, max_length=16)] | None = (
+        Field(None, alias="temperatures[]")
+    )
+    no_speech_threshold: float | None = Field(None, ge=0, le=1)
+    logprob_threshold: float | None = Field(None, ge=-1e6, le=0)
+    compression_ratio_threshold: float | None = Field(None, ge=0, le=1e6)
 
 
 class TranscriptionRequest(TranslationRequest):
@@ -79,6 +86,8 @@ async def _respond(call: ApiCall, body: TranslationRequest, file: UploadFile, as
             _check_has_words(model)
         await call.connected(turn.read(file))
         options = {**_options(body), **_of_model(model, asked)}
+        if body.response_format == "verbose_json" and model.speech.get_generation_config().no_speech_threshold is None:
+            options.setdefault("no_speech_threshold", 1.0)  # no probability is larger; the answer has it
         await turn.submit(options)
         if isinstance(body, TranscriptionRequest) and body.stream:
             response: Response = ChunkStream(call, _events(turn), turn.close)
@@ -104,13 +113,16 @@ def _check_has_words(model: ServedModel) -> None:
 
 
 def _options(body: TranslationRequest) -> dict[str, Any]:
-    """Return the options of ``StaticWhisperPipeline.submit``. Temperature 0 is greedy decoding."""
+    """Return the options of ``StaticWhisperPipeline.submit``. As in OpenAI's API, temperature 0 rises while text is not good."""
+    if body.temperature > 0 and body.temperatures is not None:
+        raise ApiError(400, "temperature and temperatures[] are both given: leave one of them out", param="temperature")
     options: dict[str, Any] = {"return_timestamps": body.response_format in TIMED, "word_timestamps": False}
     if body.prompt:
         options["initial_prompt"] = body.prompt
+    given = {name: getattr(body, name) for name in FALL_BACK if getattr(body, name) is not None}
     if body.temperature > 0:
-        options |= {"do_sample": True, "temperature": body.temperature}
-    return options
+        given["temperatures"] = (body.temperature,)
+    return options | given
 
 
 def _of_model(model: ServedModel, asked: dict[str, Any]) -> dict[str, Any]:
@@ -137,20 +149,20 @@ def _answer(body: TranslationRequest, model: ServedModel, heard: Heard, task: st
     if body.response_format == "text":
         return PlainTextResponse(_text_of(heard) + "\n")
     if body.response_format in ("srt", "vtt"):
-        return PlainTextResponse(written(heard.results, body.response_format, Layout(duration=heard.seconds)))
+        return PlainTextResponse(written(heard.results, body.response_format, Layout(duration=heard.end)))
     if body.response_format == "json":
         return json_response({"text": _text_of(heard), "usage": _usage(heard)})
     parts: dict[str, Any] = {
         "task": task,
         "language": heard.results.language,
-        "duration": round(heard.seconds, 3),
+        "duration": round(heard.end, 3),
         "text": _text_of(heard),
     }
     granularities = (isinstance(body, TranscriptionRequest) and body.timestamp_granularities) or ["segment"]
     if "word" in granularities:
         parts["words"] = word_times(heard.results.words or [])
     if "segment" in granularities:
-        parts["segments"] = _segments(model, heard, body.temperature)
+        parts["segments"] = _segments(model, heard)
     return json_response({**parts, "usage": _usage(heard)})
 
 
@@ -162,9 +174,9 @@ def _usage(heard: Heard) -> dict[str, Any]:
     return {"type": "duration", "seconds": round(heard.seconds, 3)}
 
 
-def _segments(model: ServedModel, heard: Heard, temperature: float) -> list[dict[str, Any]]:
-    """Return the segments as OpenAI has them. ``seek`` is that of the window, in hundredths of a second, and so is the mean
-    log-probability; the probability of no speech is not computed."""
+def _segments(model: ServedModel, heard: Heard) -> list[dict[str, Any]]:
+    """Return the segments as OpenAI has them. ``seek`` is that of the window, in hundredths of a second; temperature, mean
+    log-probability and the probability of no speech are the window's, too."""
     found: list[dict[str, Any]] = []
     for window in heard.windows:
         for segment in window.segments:
@@ -175,13 +187,13 @@ def _segments(model: ServedModel, heard: Heard, temperature: float) -> list[dict
                     "id": len(found),
                     "seek": round(window.start * 100),
                     "start": round(segment.start, 3),
-                    "end": round(heard.seconds if segment.end is None else segment.end, 3),
+                    "end": round(window.seconds if segment.end is None else segment.end, 3),
                     "text": text,
                     "tokens": list(segment.tokens),
-                    "temperature": temperature,
+                    "temperature": window.temperature,
                     "avg_logprob": window.avg_logprob,
                     "compression_ratio": len(data) / len(zlib.compress(data)) if data else 0.0,
-                    "no_speech_prob": None,
+                    "no_speech_prob": window.no_speech_prob,
                 }
             )
     return found

@@ -16,7 +16,7 @@ from staticllm.errors import ClosedError, ConfigError
 from staticllm.pipelines.scheduling.interface import PROACTIVE_PRIORITY
 from staticllm.pipelines.speech.audio_stream import read_cancellable
 from staticllm.pipelines.speech.log_mel import Samples
-from staticllm.pipelines.speech.results import WhisperDecodedResults
+from staticllm.pipelines.speech.results import WhisperDecodedResults, later
 from staticllm.pipelines.speech.transcription_handle import TranscriptionHandle
 from staticllm.pipelines.speech.transcription_watch import Cancellation, WindowHeard
 from staticllm.server.endpoint import ApiCall
@@ -28,11 +28,13 @@ from staticllm.server.telemetry import current_record
 
 @dataclass(frozen=True)
 class Heard:
-    """A transcription that has ended: its results, its windows in their order, and the seconds of the recording."""
+    """A transcription that has ended, with the times of its file: its results, its windows in their order, the seconds of sound,
+    and the second at which it ends."""
 
     results: WhisperDecodedResults
     windows: tuple[WindowHeard, ...]
     seconds: float
+    end: float
 
 
 class SpeechTurn:
@@ -53,6 +55,7 @@ class SpeechTurn:
         self._cancellation = Cancellation()
         self._samples: Samples | None = None
         self._seconds = 0.0
+        self._start = 0.0
         self._handle: TranscriptionHandle | None = None
         self._windows: list[WindowHeard] = []
         self._texts: asyncio.Queue[str | None] = asyncio.Queue()
@@ -81,7 +84,7 @@ class SpeechTurn:
         content = cast(IO[bytes], file.file)
         limit = self._state.settings.max_audio
         try:
-            samples = await self._state.workers.run(
+            recording = await self._state.workers.run(
                 lambda: read_cancellable(content, self._cancellation, limit), owner=self._model.spec.name
             )
         except ConfigError as error:
@@ -89,8 +92,9 @@ class SpeechTurn:
         except asyncio.CancelledError:
             self._cancellation.cancel()
             raise
-        self._samples = samples
-        self._seconds = len(samples) / self._model.speech.sampling_rate
+        self._samples = recording.samples
+        self._start = recording.start
+        self._seconds = len(recording.samples) / self._model.speech.sampling_rate
 
     async def submit(self, options: Mapping[str, Any]) -> None:
         """Begin to transcribe. Raises ``StaticLLMError`` (an option is impossible)."""
@@ -136,7 +140,9 @@ class SpeechTurn:
         metrics.audio_seconds.labels(name).inc(self._seconds)
         metrics.output_tokens.labels(name).inc(num_tokens)
         current_record().output_tokens += num_tokens
-        return Heard(results, tuple(self._windows), self._seconds)
+        windows = tuple(window.later(self._start) for window in self._windows)
+        end = max(0.0, self._start + self._seconds)
+        return Heard(later(results, self._start), windows, self._seconds, end)
 
     async def close(self) -> None:
         """Give up what still runs, and return the turn once its thread has ended. A second call does nothing."""

@@ -15,7 +15,7 @@ import time
 import numpy as np
 import pytest
 from support import command_line
-from support.models.whisper_directory import RATE, sound, wav, write_whisper
+from support.models.whisper_directory import AS_GENAI, RATE, sound, wav, write_whisper
 
 from staticllm import StaticWhisperPipeline
 from staticllm.pipelines import whisper_pipeline
@@ -23,7 +23,7 @@ from staticllm.pipelines.speech.voice import FRAME
 
 soundfile = pytest.importorskip("soundfile")
 soxr = pytest.importorskip("soxr")
-F32 = ("-p", "INFERENCE_PRECISION_HINT=f32")
+F32 = ("-p", "INFERENCE_PRECISION_HINT=f32", *(part for pair in AS_GENAI.items() for part in ("-p", "=".join(pair))))
 CUE = re.compile(r"(\d\d):(\d\d):(\d\d)[,.](\d{3}) --> (\d\d):(\d\d):(\d\d)[,.](\d{3})")
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import httpx
 import numpy as np
 import pytest
-from support.models.whisper_directory import RATE, sound, wav, write_whisper
+from support.models.whisper_directory import AS_GENAI, RATE, sound, wav, write_whisper
 from support.server.served import serving
 
 from staticllm.errors import ConfigError
@@ -32,8 +32,8 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def served(directory, tmp_path_factory):
     english = write_whisper(tmp_path_factory.mktemp("english"), seed=5, is_multilingual=False)
-    with_words = replace(model_spec(f"english={english}"), properties={"WORD_TIMESTAMPS": "YES"})
-    specs = [demo_spec(), model_spec(f"whisper={directory}"), with_words]
+    with_words = replace(model_spec(f"english={english}"), properties={**AS_GENAI, "WORD_TIMESTAMPS": "YES"})
+    specs = [demo_spec(), replace(model_spec(f"whisper={directory}"), properties=AS_GENAI), with_words]
     assert [spec.kind for spec in specs] == ["chat", "speech", "speech"]
     with serving(specs, max_audio=60.0, max_upload=4 << 20) as served:
         post(served)
@@ -101,12 +101,18 @@ def test_segments_have_times(client, pipe):
         model="whisper", file=("a.wav", recording(2.5)), response_format="verbose_json",
         timestamp_granularities=["segment"], language="en",
     )  # fmt: skip
-    expected = pipe.generate(sound(2.5), return_timestamps=True, language="en")
+    windows = []
+    handle = pipe.submit(sound(2.5), on_window=windows.append, return_timestamps=True, language="en")
+    expected = handle.result(ANSWER_SECONDS)
     assert (found.text, found.language, found.duration) == (str(expected).strip(), "en", 2.5)
     assert [(each.start, each.text) for each in found.segments] == [
         (round(chunk.start_ts, 3), chunk.text) for chunk in expected.chunks
     ]
-    ends = [2.5 if chunk.end_ts < 0 else round(chunk.end_ts, 3) for chunk in expected.chunks]
+    ends = [
+        round(window.seconds if segment.end is None else segment.end, 3)
+        for window in windows
+        for segment in window.segments
+    ]
     assert [each.end for each in found.segments] == ends
     assert len(ends) > 1
     for segment in found.segments:

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from support.encoders.encoder_directories import a_directory, scores_directory
 from support.encoders.encoder_models import ARCHIVES
 from support.engine.held_engine import hold
-from support.models.whisper_directory import sound, wav, write_whisper
+from support.models.whisper_directory import AS_GENAI, sound, wav, write_whisper
 from support.server.served import serving
 
 from staticllm import StaticEmbeddingPipeline, StaticRerankPipeline, StaticWhisperPipeline
@@ -277,7 +277,7 @@ def test_a_recording_is_transcribed_in_the_engine_of_the_chat_which_comes_and_go
         )
         return answer.json()["text"]
 
-    specs = [demo_spec(), replace(model_spec(f"whisper={whisper}"), properties=F32)]
+    specs = [demo_spec(), replace(model_spec(f"whisper={whisper}"), properties={**F32, **AS_GENAI})]
     with serving(specs, is_lazy=True) as served, client_of(served) as client, ThreadPoolExecutor(1) as pool:
         expected = transcribe()
         assert expected == text.strip()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import httpx
 import psutil
 import pytest
 from support.attach.daemons import daemon_process, wait_for
 from support.helpers import EXACT
-from support.models.whisper_directory import sound, wav, write_whisper
+from support.models.whisper_directory import AS_GENAI, sound, wav, write_whisper
 from support.server.served import serving
 
 from staticllm import StaticWhisperPipeline
@@ -30,6 +32,10 @@ def expected(directory):
         return str(pipe.generate(sound(0.8))).strip()
 
 
+def spec_of(directory):
+    return replace(model_spec(f"whisper={directory}"), properties={**EXACT, **AS_GENAI})
+
+
 def written(served):
     """Return the text of a recording."""
     file = ("a.wav", wav(sound(0.8), subtype="FLOAT"))
@@ -42,7 +48,7 @@ def written(served):
 
 def test_a_speech_model_of_the_daemon_is_loaded_again(run_folder, monkeypatch, directory, expected):
     with daemon_process(monkeypatch, run_folder) as process:
-        specs = [demo_spec(), model_spec(f"whisper={directory}")]
+        specs = [demo_spec(), spec_of(directory)]
         with serving(specs, runs_in="daemon", properties=EXACT) as served:
             assert written(served) == expected
             assert served.state.hub.models["whisper"].home is not None
@@ -55,7 +61,7 @@ def test_a_speech_model_of_the_daemon_is_loaded_again(run_folder, monkeypatch, d
 
 
 def test_a_speech_model_has_a_worker_of_its_own(run_folder, directory, expected):
-    with serving([model_spec(f"whisper={directory}")], runs_in="worker", properties=EXACT) as served:
+    with serving([spec_of(directory)], runs_in="worker", properties=EXACT) as served:
         assert written(served) == expected
         model = served.state.hub.models["whisper"]
         first = model.home.pid

@@ -43,7 +43,7 @@ def test_a_pair_at_the_end_begins_the_next_window():
     assert found.segments == (Segment(30.0, 32.5, (5, 6)), Segment(32.5, 34.0, (7,)))
     assert found.advance == 400
     assert found.ranges == ((1, 3), (5, 6))
-    assert found.text_tokens == [5, 6, 7]
+    assert found.text == (5, 6, 7)
 
 
 def test_a_single_timestamp_at_the_end_ends_the_window():
@@ -67,7 +67,7 @@ def test_text_without_an_end_is_one_segment_if_it_is_all():
 @pytest.mark.parametrize("tokens", [[], [EOS], [5, 6], [at(0)], [at(3), at(3)]])
 def test_a_window_without_segments_is_passed(tokens):
     found = segments_of(tokens, TIMES)
-    assert found.text_tokens == []
+    assert found.text == ()
     assert found.advance == 3000
 
 

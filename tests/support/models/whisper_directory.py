@@ -13,6 +13,10 @@ from staticllm import demo_model_path
 
 RATE = 16000
 LANGUAGES = ("en", "de")
+AS_GENAI = {
+    "TEMPERATURES": "0", "COMPRESSION_RATIO_THRESHOLD": "none", "LOGPROB_THRESHOLD": "none", "NO_SPEECH_THRESHOLD": "none",
+}  # fmt: skip
+"""Properties with which the server and the command write what the class writes: to a random model any text is unlikely."""
 
 
 def write_whisper(folder, seed=0, is_multilingual=True, num_layers=0):
