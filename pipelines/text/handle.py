@@ -206,7 +206,9 @@ class GenerationHandle:
         waker = running_waker()
         token = object()
         signal = OutputSignal(waker, least_gap)
-        if self.is_done:
+        if self.is_done:  # nothing was to be generated, or another reader has read it
+            if first := self._take_first():
+                yield first
             self._raise_error()
             return
         if not self._role.enter(token, 0):

@@ -60,8 +60,9 @@ class Ask:
     """One handle that a request asks for: a prompt with its options.
 
     ``priority`` orders the requests of its client. ``is_proactive``: its class of work. ``num_beams``: the sequences of the
-    answer, for which it needs places; more than one is a beam search, whose tokens come at its end. ``is_by_token``: each token
-    is an increment of its own, also if several are ready, because their texts have places in the answer.
+    answer, for which it needs places; more than one is a beam search, whose tokens come at its end, and which finds up to
+    ``num_outputs`` answers. ``is_by_token``: each token is an increment of its own, also if several are ready, because their
+    texts have places in the answer.
     """
 
     prompt: Any
@@ -70,11 +71,14 @@ class Ask:
     num_beams: int = 1
     is_by_token: bool = False
     is_proactive: bool = False
+    num_outputs: int = 1
 
     @classmethod
     def of(cls, prompt: Any, asked: AnswerFields, index: int = 0, priority: int = 0, is_proactive: bool = False) -> Ask:
         """Return the ask for answer ``index``. Raises ``ApiError`` (fields contradict each other)."""
-        return cls(prompt, options_of(asked, index), priority, asked.num_beams, asked.wants_logprobs, is_proactive)
+        num_outputs = asked.num_answers if asked.num_beams > 1 else 1
+        options = options_of(asked, index)
+        return cls(prompt, options, priority, asked.num_beams, asked.wants_logprobs, is_proactive, num_outputs)
 
     @property
     def engine_priority(self) -> int:
