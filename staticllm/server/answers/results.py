@@ -74,13 +74,13 @@ class Speller:
     def _spelled(self, token: int, logprob: float) -> SpelledToken:
         text = self._text_of(token)
         own = self._tokens[token] if token < len(self._tokens) else b""
-        is_text = _is_text(own)
-        text = text if is_text else self._decode([token])
+        is_whole = is_text(own)
+        text = text if is_whole else self._decode([token])
         is_known = bool(own) or INCOMPLETE not in text
         offset = self._num_chars
-        spelled = text.encode() if is_text else own
+        spelled = text.encode() if is_whole else own
         self._num_chars += len(self._characters.decode(spelled))
-        return SpelledToken(text, spelled if is_known else None, offset, max(logprob, LEAST_LOGPROB), is_text)
+        return SpelledToken(text, spelled if is_known else None, offset, max(logprob, LEAST_LOGPROB), is_whole)
 
     def _text_of(self, token: int) -> str:
         self._window.append(token)
@@ -94,7 +94,8 @@ class Speller:
         return text
 
 
-def _is_text(spelled: bytes) -> bool:
+def is_text(spelled: bytes) -> bool:
+    """Return whether bytes are whole characters."""
     try:
         spelled.decode()
     except UnicodeDecodeError:
