@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta, 
 from staticllm.results import AssistantMessage
 from staticllm.server.answers.asks import Ask
 from staticllm.server.endpoint import ApiCall
-from staticllm.server.http.errors import ApiError, json_response, prompt_too_long
+from staticllm.server.http.errors import json_response, prompt_too_long, too_long
 from staticllm.server.metrics import AnswerTimer
 from staticllm.server.models.served import ServedModel
 from staticllm.server.state import ServerState
@@ -323,7 +323,7 @@ async def respond(
             call.state.hub.release(model)
 
     try:
-        _check_chars([ask.prompt for ask in asks], model.chat.config.max_prompt_len, field)
+        _check_chars(asks, model.chat.config.max_prompt_len, field)
         answers = Answers(call.state, model, call.client, asks)
         await call.connected(answers.begin())
         if stream is not None:
@@ -339,20 +339,25 @@ async def respond(
             await close()
 
 
-def _check_chars(prompts: Sequence[Any], limit: int, field: str) -> None:
-    """Check that no prompt has more characters than a chat template may make, before it is rendered.
+def _check_chars(asks: Sequence[Ask], limit: int, field: str) -> None:
+    """Check that no prompt with its tools has more characters than a chat template may make, before it is rendered.
 
     Raises ``ApiError`` (one has).
     """
-    for prompt in prompts:
-        texts = [prompt] if isinstance(prompt, str) else prompt if isinstance(prompt, list) else []
-        contents = (text if isinstance(text, str) else str(text.get("content") or "") for text in texts)
-        num_chars = sum(map(len, contents))
+    for ask in asks:
+        num_chars = sum(map(len, _texts_in([ask.prompt, ask.options.get("tools")])))
         if num_chars > MAX_CHARS:
-            raise ApiError(
-                400,
-                f"This model's maximum context length for prompts is {limit} tokens; of {num_chars} characters in "
-                f"{field}, at most {MAX_CHARS} are read: send less",
-                code="context_length_exceeded",
-                param=field,
-            )
+            raise too_long(limit, field, f"{num_chars} characters, of which at most {MAX_CHARS} are read", "send less")
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts in a prompt: in messages and their parts, in calls, and in tools."""
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, Mapping):
+            waiting += each.values()
+        elif isinstance(each, (list, tuple)):
+            waiting += each

@@ -125,7 +125,7 @@ def test_a_long_prompt_is_refused_with_both_numbers(client, served):
     for stream in (False, True):
         error = error_of(client.post(CHAT, json={**long, "stream": stream}), 400)
         assert error["code"] == "context_length_exceeded"
-        assert f"maximum context length for prompts is {limit} tokens" in error["message"]
+        assert error["message"].startswith(f"This model's maximum context length is {limit} tokens. However, your messages")
         found = client.post("/tokenize", json={"messages": long["messages"]}).json()
         assert f"have {found['count']} tokens" in error["message"]
 
@@ -150,7 +150,7 @@ def test_a_prompt_of_any_length_is_too_long_in_the_same_way(path, field):
                 served.url + path, json={**body, field or "messages": given[field or "messages"]}, timeout=60
             )
             assert response.status_code == 400
-            assert "context length for prompts" in response.text
+            assert "This model's maximum context length is " in response.text
             if field:
                 error = error_of(response, 400)
                 assert error["code"] == "context_length_exceeded"
