@@ -35,6 +35,7 @@ class AnswerFields:
         is_chat: Whether the chat template applies and the answer is parsed.
         tools: Functions that the model may call.
         tool_choice: ``auto``, ``none``, ``required`` or a function, as OpenAI's API has it.
+        parallel_tool_calls: Whether an answer may have several calls; None for the default.
         context: Variables of the chat template.
         is_truncated: Whether a prompt that is too long loses its middle.
     """
@@ -51,6 +52,7 @@ class AnswerFields:
     is_chat: bool = True
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     context: Mapping[str, Any] = field(default_factory=dict)
     is_truncated: bool = False
 
@@ -187,6 +189,8 @@ def _chat(asked: AnswerFields) -> dict[str, Any]:
     if asked.context:
         options["extra_context"] = dict(asked.context)
     if asked.tools:
+        if asked.parallel_tool_calls is not None:
+            options["parallel_tool_calls"] = asked.parallel_tool_calls
         return {**options, "tools": list(asked.tools), "tool_choice": asked.tool_choice or "auto"}
     if asked.tool_choice not in (None, "none", "auto"):
         raise ApiError(400, "tool_choice without tools: pass the functions as tools", param="tool_choice")

@@ -67,6 +67,7 @@ class ChatRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = Field(None, max_length=512)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
@@ -102,6 +103,7 @@ class ChatRequest(SamplingFields):
             json_schema=None if format is None else schema_of(format.type, None if named is None else named.schema_),
             tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
             tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
             context={**(self.chat_template_kwargs or {}), **effort},
         )
 

@@ -93,6 +93,7 @@ def asked_of(body: ResponsesRequest, max_seq_len: int | None) -> AnswerFields:
             {"type": "function", "function": tool.model_dump(include=_TOOL, exclude_none=True)} for tool in body.tools
         ],
         tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
         context={**(body.chat_template_kwargs or {}), **({} if effort is None else {"reasoning_effort": effort})},
         is_truncated=is_truncated,
     )
@@ -214,7 +215,7 @@ class ResponseMaker:
             "max_output_tokens": body.max_output_tokens,
             "model": self._model.spec.name,
             "output": items,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "store": body.store,

@@ -118,6 +118,7 @@ class ResponsesRequest(number_fields(IgnoredFields, "responses"), TierFields):  
     reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = Field(default_factory=list, max_length=512)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
     truncation: Literal["auto", "disabled"] = "disabled"
     include: Annotated[list[Included], Field(max_length=16)] | None = None
     stop: Stop | None = None
