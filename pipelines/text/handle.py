@@ -262,6 +262,11 @@ class GenerationHandle:
         return self._prepared.request.prompt
 
     @property
+    def num_dropped(self) -> int:
+        """The number of tokens of the prompt that were left out, because it was too long (``overflow``)."""
+        return self._prepared.num_dropped
+
+    @property
     def num_cached(self) -> int | None:
         """The number of prompt tokens that the prefix cache had; None before the first token of the first answer."""
         return self._processors[0].num_cached

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ STREAM_GAP = 0.005
 Each wake-up of the event loop slows the engine: with one per token, the embedded model has 0.74 of its speed, with one per 5 ms
 0.98 (``scripts/bench_server.py``).
 """
+_log = logging.getLogger("staticllm.server")
 Close = Callable[[], Awaitable[None]]
 
 
@@ -99,6 +101,8 @@ class Answers:
         except BaseException:
             self._admission.leave(self._client, num_places)
             raise
+        if handle.num_dropped:
+            _say_shortened(name, len(handle.prompt_tokens), handle.num_dropped)
         answer = _Answer(index * ask.num_outputs, ask, handle, timer, num_places)
         self._running.add(answer)
         self._state.lifecycle.add(handle)
@@ -296,6 +300,17 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+
+def _say_shortened(name: str, num_kept: int, num_dropped: int) -> None:
+    num_given = num_kept + num_dropped
+    _log.warning(
+        "a prompt of %d tokens for %r lost its middle: %d tokens are read; serve with --max-prompt-len %d or more",
+        num_given,
+        name,
+        num_kept,
+        num_given,
+    )
 
 
 Stream = Callable[[Answers, Close], Response]

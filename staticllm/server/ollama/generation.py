@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
@@ -28,6 +29,9 @@ from staticllm.server.ollama.fields import (
     seconds_of,
     served_name,
 )
+
+
+_log = logging.getLogger("staticllm.server")
 
 
 def asked_of(
@@ -155,6 +159,7 @@ async def _answer(
     try:
         loaded = time.perf_counter()
         call.state.hub.keep_alive(model, seconds)
+        _say_ignored(call, model, body)
         if body.think or tools:
             _check(body, tools, await call.state.workers.run(lambda: current_facts(model)))
         speller = (await call.state.workers.run(lambda: speller_of(model)))() if body.logprobs else None
@@ -170,6 +175,21 @@ async def _answer(
 
     field = "prompt" if form == "generate" else "messages"
     return await respond(call, model, asks, field, maker.whole, stream if body.stream else None)
+
+
+def _say_ignored(call: ApiCall, model: ServedModel, body: OllamaGeneration) -> None:
+    """Log a context that is longer than the model's, once per model: clients send the same one with every request."""
+    wanted = body.options.num_ctx or 0
+    config = model.chat.config
+    if wanted > config.max_seq_len and call.state.is_first(f"num_ctx {model.spec.name}"):
+        _log.warning(
+            "num_ctx=%d has no effect: %r has a context of %d tokens, %d of them for prompts; serve with --max-prompt-len %d",
+            wanted,
+            model.spec.name,
+            config.max_seq_len,
+            config.max_prompt_len,
+            wanted,
+        )
 
 
 def _check(body: OllamaGeneration, tools: Sequence[OllamaTool], facts: ModelFacts) -> None:
