@@ -41,9 +41,9 @@ allow fewer (``LearntCalls``)."""
 def required_calls(format: MessageFormat, tools: ToolOptions) -> Part:
     """Return the answers that ``tool_choice`` allows: a call of the named function, or calls of any functions for ``required``.
 
-    As in OpenAI's API, ``required`` allows several calls, unless ``parallel_tool_calls`` is false or the model's format has no way
-    to write them: after the first one the model chooses whether it ends. A named function is called once. It is a structural tag
-    in the form of xgrammar and GenAI.
+    As in OpenAI's API, ``required`` allows several calls, unless ``parallel_tool_calls`` is false or the model's format has no
+    way to write them: after the first one the model chooses whether it ends. A named function is called once. It is a structural
+    tag in the form of xgrammar and GenAI.
 
     Raises:
         GenerationConfigError: the chat template shows no format of calls.
@@ -230,9 +230,7 @@ def _around_json(format: MessageFormat) -> _Around:
 
 def _around_learnt(learnt: LearntCalls) -> _Around:
     opening, closing = learnt.wrapper
-    return _Around(
-        learnt.before, learnt.after_name, learnt.after, "\n" if learnt.after else "", opening, closing
-    )
+    return _Around(learnt.before, learnt.after_name, learnt.after, "\n" if learnt.after else "", opening, closing)
 
 
 def _around_python(format: MessageFormat) -> _Around:

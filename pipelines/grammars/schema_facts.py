@@ -169,7 +169,10 @@ def fits(value: object, schema: AnySchema) -> bool:
     facts = SchemaFacts(schema)
     try:
         return _fits(value, schema, facts, 0)
-    except (InexpressibleError, TypeError):  # a schema that is malformed, or refers elsewhere: it excludes nothing for certain
+    except (
+        InexpressibleError,
+        TypeError,
+    ):  # a schema that is malformed, or refers elsewhere: it excludes nothing for certain
         return True
 
 
@@ -205,7 +208,9 @@ def _has_properties(
     is_listed = bool(known) and not any(name in part for part in parts for name in open_parts)
     if (is_closed or is_listed) and not value.keys() <= known.keys():
         return False
-    return all(_fits(value[name], each, facts, depth + 1) for name in known.keys() & value.keys() for each in known[name])
+    return all(
+        _fits(value[name], each, facts, depth + 1) for name in known.keys() & value.keys() for each in known[name]
+    )
 
 
 def canonical(value: object) -> str:

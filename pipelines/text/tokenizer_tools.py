@@ -106,8 +106,9 @@ MAX_SEQUENCES = 250_000
 
 
 class KeptSequences:
-    """The token sequences of the last texts: of at most ``MAX_TEXTS``, with ``MAX_SEQUENCES`` together, and of the last one in any
-    case. Any thread may call.
+    """The token sequences of the last texts: of at most ``MAX_TEXTS``, with ``MAX_SEQUENCES`` together, and of the last one.
+
+    Any thread may call.
     """
 
     def __init__(self, find: Callable[[str], TokenSequences]) -> None:

@@ -30,7 +30,6 @@ from staticllm.server.ollama.fields import (
     served_name,
 )
 
-
 _log = logging.getLogger("staticllm.server")
 
 

@@ -189,7 +189,9 @@ def _message(deltas: Sequence[Chunk]) -> dict[str, Any]:
     reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
     calls: dict[int, dict[str, Any]] = {}
     for call in (call for delta in deltas for call in delta.get("tool_calls", ())):
-        known = calls.setdefault(call["index"], {"id": call.get("id"), "type": "function", "function": {"arguments": ""}})
+        known = calls.setdefault(
+            call["index"], {"id": call.get("id"), "type": "function", "function": {"arguments": ""}}
+        )
         arguments = known["function"]["arguments"] + call["function"]["arguments"]
         known["function"] = {"name": call["function"].get("name"), **known["function"], "arguments": arguments}
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}

@@ -204,7 +204,7 @@ async def answered(
     field: str,
     chunks_with: Callable[[Spellers | None], Chunks],
 ) -> Response:
-    """Run the answers of a request on a model that the caller has acquired, as ``respond``: streamed or whole, of the same chunks.
+    """Run the answers of a request on a model that the caller has acquired, as ``respond``: streamed or whole, of one kind.
 
     ``chunks_with`` makes them with what spells tokens; None without log-probabilities.
     """

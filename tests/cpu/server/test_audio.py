@@ -56,7 +56,16 @@ def post(served, content=None, path="/v1/audio/transcriptions", name="a.wav", he
     )
 
 
-FIELDS = ("language", "prompt", "response_format", "temperature", "stream", "service_tier", "model", "timestamp_granularities[]")
+FIELDS = (
+    "language",
+    "prompt",
+    "response_format",
+    "temperature",
+    "stream",
+    "service_tier",
+    "model",
+    "timestamp_granularities[]",
+)
 
 
 @pytest.mark.parametrize("fields", [*((name,) for name in FIELDS), FIELDS])

@@ -1,5 +1,5 @@
-"""Every field of every API changes the request that a model sees, or the answer; or it is refused, or ``docs/server.md`` says that it
-is accepted without effect."""
+"""Every field of every API changes the request that a model sees, or the answer; or it is refused, or ``docs/server.md`` lists it
+as accepted without effect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import typing
 from pathlib import Path
 
 import httpx
-import numpy as np
 import openvino_genai as genai
 import pytest
 from pydantic import BaseModel
@@ -34,6 +33,7 @@ FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"
 SCHEMA = {"type": "object", "properties": {"b": {"type": "boolean"}}}
 USER = {"role": "user", "content": "Hello"}
 TOOL = {"type": "function", "function": FUNCTION}
+FLAT = {"type": "function", **FUNCTION}
 CALL = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 NAMED = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 BODIES = {
@@ -58,9 +58,10 @@ SAMPLING = {
     "xtc_threshold": 0.3, "mirostat": 2, "mirostat_tau": 3.0, "mirostat_eta": 0.2, "dry_multiplier": 0.5, "dry_base": 2.0,
     "dry_allowed_length": 3, "dry_penalty_last_n": 5, "finish_grammar": 0, "stop": "e",
 }  # fmt: skip
+DRY = {"dry_multiplier": 1.0}
 CONTEXT = {
     "xtc_threshold": {"xtc_probability": 0.5}, "mirostat_tau": {"mirostat": 2}, "mirostat_eta": {"mirostat": 2},
-    **dict.fromkeys(("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"), {"dry_multiplier": 1.0}),
+    "dry_base": DRY, "dry_allowed_length": DRY, "dry_penalty_last_n": DRY, "dry_sequence_breakers": DRY,
 }  # fmt: skip
 ANY = {
     "user": "me", "metadata": {"a": "b"}, "store": True, "safety_identifier": "me", "prompt_cache_key": "k",
@@ -88,7 +89,8 @@ MESSAGE = {
     "messages.name": "Ada", "messages.tool_calls": [CALL, CALL],
     "messages.tool_calls.id": "y", "messages.tool_calls.type": "custom", "messages.tool_calls.function": {"name": "g"},
     "messages.tool_calls.function.name": "g", "messages.tool_calls.function.arguments": '{"a": 1}',
-    "messages.tool_call_id": "x", "messages.reasoning_content": "hm", "messages.reasoning": "hm", "messages.refusal": ("no", {"messages.content": None}),
+    "messages.tool_call_id": "x", "messages.reasoning_content": "hm", "messages.reasoning": "hm",
+    "messages.refusal": ("no", {"messages.content": None}),
     "messages.audio": {"id": "a"}, "messages.function_call": {"name": "f"},
 }  # fmt: skip
 OPTIONS = {f"options.{name}": value for name, value in SAMPLING.items()} | {
@@ -106,7 +108,8 @@ LONG = "cat " * 600
 VALUES = {
     "/v1/chat/completions": {
         **OPENAI, **MESSAGE, **TOOLS, "max_tokens": 3, "max_completion_tokens": 3, "max_output_tokens": 3, "logprobs": True,
-        "top_logprobs": 3, "response_format": {"type": "json_object"}, "response_format.type": ("json_object", {"response_format": {"type": "text"}}),
+        "top_logprobs": 3, "response_format": {"type": "json_object"},
+        "response_format.type": ("json_object", {"response_format": {"type": "text"}}),
         "response_format.json_schema": {"schema": FORMAT}, "response_format.json_schema.name": "other",
         "response_format.json_schema.description": "other", "response_format.json_schema.schema": FORMAT,
         "response_format.json_schema.strict": False, "tool_choice": ("required", {"tools": [TOOL]}),
@@ -118,30 +121,37 @@ VALUES = {
         **OPENAI, "prompt": "x", "max_tokens": 3, "echo": True, "logprobs": 0, "best_of": 2, "suffix": "x",
     },
     "/v1/responses": {
-        **SAMPLING, **ANY, "store": False, "input": "x", "input.type": "reasoning", "input.id": "x", "input.status": "incomplete",
+        **SAMPLING, **ANY, "store": False, "input": "x", "input.type": "reasoning", "input.id": "x",
+        "input.status": "incomplete",
         "input.phase": "final_answer", "input.role": "system", "input.content": "x", "input.content.type": "input_image",
         "input.content.text": "x", "input.content.refusal": ("no", {"input.content.type": "refusal"}), "input.call_id": "y",
         "input.name": "g", "input.arguments": '{"a": 1}', "input.output": "y", "input.output.type": "input_image",
-        "input.output.text": "y", "input.output.refusal": ("no", {"input.output.type": "refusal"}), "input.summary": [{"type": "summary_text", "text": "x"}],
+        "input.output.text": "y", "input.output.refusal": ("no", {"input.output.type": "refusal"}),
+        "input.summary": [{"type": "summary_text", "text": "x"}],
         "input.encrypted_content": "x", "instructions": "x", "previous_response_id": "resp_1", "stream": True,
         "stream_options": {"include_obfuscation": True}, "stream_options.include_obfuscation": (True, {"stream": True}),
-        "background": True, "max_tool_calls": 3, "max_output_tokens": 3, "top_logprobs": 3, "text": {"format": {"type": "json_object"}},
+        "background": True, "max_tool_calls": 3, "max_output_tokens": 3, "top_logprobs": 3,
+        "text": {"format": {"type": "json_object"}},
         "text.format": {"type": "json_object"}, "text.format.type": "json_object", "text.format.name": "other",
         "text.format.description": "other", "text.format.schema": FORMAT, "text.format.strict": False, "text.verbosity": "low",
-        "reasoning": {"effort": "low"}, "reasoning.effort": "low", "reasoning.summary": "auto", "reasoning.generate_summary": "auto",
-        "tools": [{"type": "function", **FUNCTION}], "tools.type": "web_search", "tools.name": "g", "tools.description": "It does.",
-        "tools.parameters": SCHEMA, "tools.strict": True, "tool_choice": ("required", {"tools": [{"type": "function", **FUNCTION}]}),
-        "parallel_tool_calls": (False, {"tools": [{"type": "function", **FUNCTION}]}), "truncation": "auto",
+        "reasoning": {"effort": "low"}, "reasoning.effort": "low", "reasoning.summary": "auto",
+        "reasoning.generate_summary": "auto",
+        "tools": [FLAT], "tools.type": "web_search", "tools.name": "g", "tools.description": "It does.",
+        "tools.parameters": SCHEMA, "tools.strict": True, "tool_choice": ("required", {"tools": [FLAT]}),
+        "parallel_tool_calls": (False, {"tools": [FLAT]}), "truncation": "auto",
         "include": ["message.output_text.logprobs"], "chat_template_kwargs": {"enable_thinking": False}, "priority": -1,
     },
     "/api/chat": {
-        **OLLAMA, **TOOLS, **{name: value for name, value in MESSAGE.items() if "content." not in name}, "messages.thinking": "hm",
+        **OLLAMA, **TOOLS, **{name: value for name, value in MESSAGE.items() if "content." not in name},
+        "messages.thinking": "hm",
         "messages.images": ["aGk="], "messages.tool_name": "f", "messages.tool_calls.function.arguments": {"a": 1},
     },
     "/api/generate": {
         **OLLAMA, "prompt": "x", "system": "x", "raw": True, "suffix": "x", "template": "x", "images": ["aGk="], "context": [5],
     },
-    "/v1/embeddings": {**ANY, "service_tier": "default", "input": "x", "encoding_format": "base64", "dimensions": 3, "input_type": "query"},
+    "/v1/embeddings": {
+        **ANY, "service_tier": "default", "input": "x", "encoding_format": "base64", "dimensions": 3, "input_type": "query",
+    },
     "/v1/rerank": {
         **ANY, "query": "x", "documents": ["c"], "documents.text": "x y z", "top_n": 1, "return_documents": True,
     },
@@ -150,14 +160,18 @@ VALUES = {
         "with_pieces": True, **{name: "x" for name in MESSAGE if name != "messages"},
     },
     "/detokenize": {"model": "other", "tokens": [302]},
-    "/api/embed": {**OPTIONS, "model": "other", "keep_alive": "7m", "truncate": (False, {"input": LONG}), "input": "x", "dimensions": 3},
+    "/api/embed": {
+        **OPTIONS, "model": "other", "keep_alive": "7m", "truncate": (False, {"input": LONG}), "input": "x", "dimensions": 3,
+    },
     "/api/embeddings": {**OPTIONS, "model": "other", "keep_alive": "7m", "truncate": (False, {"prompt": LONG}), "prompt": "x"},
     "/api/show": {
         "model": "other", "name": "other", "verbose": True, "system": "x", "template": "x", "options": {"num_ctx": 5},
     },
 }  # fmt: skip
 """A value of each field, or several in a list of lists; a tuple has the fields that it needs beside it."""
-VOLATILE = re.compile(r"id|created.*|completed_at|.*_duration|timings|.*cached_tokens.*|modified_at|total_tokens_details")
+VOLATILE = re.compile(
+    r"id|created.*|completed_at|.*_duration|timings|.*cached_tokens.*|modified_at|total_tokens_details"
+)
 
 
 def models_in(annotation):
@@ -188,7 +202,12 @@ def served(tmp_path_factory):
 
     tiny = a_directory(tmp_path_factory.mktemp("tiny"))
     ranks = a_scorer(tmp_path_factory.mktemp("ranks") / "model")
-    specs = [demo_spec(), model_spec(f"fake={demo_model_path()}"), model_spec(f"tiny={tiny}"), model_spec(f"ranks={ranks}")]
+    specs = [
+        demo_spec(),
+        model_spec(f"fake={demo_model_path()}"),
+        model_spec(f"tiny={tiny}"),
+        model_spec(f"ranks={ranks}"),
+    ]
     with serving(specs, {"fake": load}) as served:
         yield served
 
@@ -252,8 +271,6 @@ def watch(served):
 
 
 BASES = {
-    "tools": [TOOL],
-    "messages.tool_calls": [{"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "y", "tool_call_id": "x"}],
     "messages.content": [{"type": "text", "text": "Hello", "refusal": "no", "thinking": "a", "reasoning": "a"}],
     "response_format": NAMED,
     "text.format": {"type": "json_schema", "name": "n", "schema": SCHEMA},
@@ -275,40 +292,42 @@ def with_value(body, path, value):
     return body
 
 
+CALLED = [
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "y", "tool_call_id": "x"},
+]
+ITEM = {"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "x"}
+PART = {"type": "input_text", "text": "z", "refusal": "a"}
+CHANGES = (
+    ("/api/show", "name", {"model": None, "name": "fake"}),
+    ("/v1/responses", "tools.", {"tools": [FLAT]}),
+    ("/v1/responses", "input.output", {"input": [{**RESULT, "output": [PART]}, ITEM, USER]}),
+    ("/v1/responses", "input.content.", {"input": [{"role": "user", "content": [PART]}]}),
+    ("/v1/responses", "text.format.", {"text": {"format": BASES["text.format"]}}),
+    *(
+        ("/v1/responses", f"input.{name}", {"input": [ITEM, {**RESULT, "output": "z"}, USER]})
+        for name in ("call_id", "name", "arguments")
+    ),
+    ("", "tools.", {"tools": [TOOL]}),
+    ("", "response_format.", {"response_format": NAMED}),
+    ("/v1/chat/completions", "messages.tool_calls", {"messages": [*CALLED, USER]}),
+    (
+        "/api/chat",
+        "messages.tool_calls",
+        {"messages": [{**CALLED[0], "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, CALLED[1], USER]},
+    ),
+    ("", "messages.content.", {"messages": [{"role": "user", "content": BASES["messages.content"]}, USER]}),
+    ("", "messages.", {"messages": [USER, USER]}),
+    ("", "documents.text", {"documents": [{"text": "c"}, "a b"]}),
+)
+"""To what the values of fields are compared: the beginnings of a path and of a field, and what the body has in their case."""
+
+
 def base_of(path, field):
     """Return the body to which a value of a field is compared."""
-    body = BODIES[path]
-    if (path, field) == ("/api/show", "name"):
-        return {"name": "fake"}
-    if path == "/v1/responses":
-        if field.startswith("tools."):
-            return {**body, "tools": [{"type": "function", **FUNCTION}]}
-        if field.split(".")[-1] in ("call_id", "name", "arguments") and field.startswith("input."):
-            call = {"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"}
-            return {**body, "input": [call, {"type": "function_call_output", "call_id": "x", "output": "z"}, USER]}
-        if field.startswith("input.output"):
-            result = {"type": "function_call_output", "call_id": "x", "output": [{"type": "input_text", "text": "z", "refusal": "a"}]}
-            return {**body, "input": [result, {"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"}, USER]}
-        if field.startswith("input.content."):
-            return {**body, "input": [{"role": "user", "content": [{"type": "input_text", "text": "z", "refusal": "a"}]}]}
-        if field.startswith("text.format."):
-            return {**body, "text": {"format": BASES["text.format"]}}
-        return body
-    if field.startswith("tools.") or field.startswith("response_format."):
-        name = field.split(".")[0]
-        return {**body, name: BASES[name]}
-    if field.startswith("messages.tool_calls"):
-        messages = json.loads(json.dumps(BASES["messages.tool_calls"]))
-        if path == "/api/chat":
-            messages[0]["tool_calls"][0]["function"]["arguments"] = {}
-        return {**body, "messages": [*messages, USER]}
-    if field.startswith("messages.content."):
-        return {**body, "messages": [{"role": "user", "content": BASES["messages.content"]}, USER]}
-    if field.startswith("messages."):
-        return {**body, "messages": [dict(USER), USER]}
-    if field == "documents.text":
-        return {**body, "documents": [{"text": "c"}, "a b"]}
-    return body
+    found = (change for start, name, change in CHANGES if path.startswith(start) and field.startswith(name))
+    return {**BODIES[path], **next(found, {})}
 
 
 def without_effect():
@@ -334,7 +353,7 @@ def test_each_field_changes_something_or_is_refused_or_is_documented(watch, path
         value = VALUES[path][field]
         value, context = value if isinstance(value, tuple) else (value, {})
         base = base_of(path, field)
-        context = {**{name: each for name, each in CONTEXT.get(field.split(".")[-1], {}).items()}, **context}
+        context = {**CONTEXT.get(field.split(".")[-1], {}), **context}
         prefix = "options." if field.startswith("options.") else ""
         for name, each in context.items():
             base = with_value(base, (prefix if "." not in name else "") + name, each)

@@ -142,7 +142,11 @@ def test_the_log_says_what_is_cut_or_ignored(caplog):
         config = served.pipeline().config
         body = {"model": "demo", "prompt": "fox", "stream": False}
         for wanted in (config.max_seq_len, config.max_seq_len + 1, config.max_seq_len + 1):
-            found = httpx.post(f"{served.url}/api/generate", json={**body, "options": {"num_ctx": wanted, "num_predict": 2}}, timeout=60)
+            found = httpx.post(
+                f"{served.url}/api/generate",
+                json={**body, "options": {"num_ctx": wanted, "num_predict": 2}},
+                timeout=60,
+            )
             assert found.status_code == 200
         (line,) = [record.getMessage() for record in caplog.records]
         assert f"num_ctx={wanted} has no effect" in line
@@ -150,7 +154,9 @@ def test_the_log_says_what_is_cut_or_ignored(caplog):
         caplog.clear()
         long = {**body, "prompt": "fox " * 3 * config.max_prompt_len, "options": {"num_predict": 2}}
         for stream in (False, True):
-            assert httpx.post(f"{served.url}/api/generate", json={**long, "stream": stream}, timeout=60).status_code == 200
+            assert (
+                httpx.post(f"{served.url}/api/generate", json={**long, "stream": stream}, timeout=60).status_code == 200
+            )
         lines = [record.getMessage() for record in caplog.records]
         assert len(lines) == 2
         assert all(f"{config.max_prompt_len} tokens are read" in line and "fox" not in line for line in lines)

@@ -36,7 +36,10 @@ REPLIES = (
 )
 SCHEMA = {
     "type": "object",
-    "properties": {"city": {"type": "string", "maxLength": 12}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
     "required": ["city", "days"],
     "additionalProperties": False,
 }
@@ -83,7 +86,11 @@ class Draw:
     def prompt(self):
         if self.may(0.03):
             return TOO_LONG
-        return f"Tell me. ANSWER:{self.choice(REPLIES)}" if self.model == "fake" else self.choice(["a b c d", "x", "🦊 fox"])
+        return (
+            f"Tell me. ANSWER:{self.choice(REPLIES)}"
+            if self.model == "fake"
+            else self.choice(["a b c d", "x", "🦊 fox"])
+        )
 
     def fields(self, **choices):
         return {name: self.choice(values) for name, values in choices.items() if self.may()}
@@ -239,7 +246,9 @@ def of_chat(text):
     stream = OpenAIStream(text)
     found = {}
     for choice in stream.choices:
-        known = found.setdefault(choice["index"], {"content": "", "reasoning": "", "calls": {}, "logprobs": [], "end": None})
+        known = found.setdefault(
+            choice["index"], {"content": "", "reasoning": "", "calls": {}, "logprobs": [], "end": None}
+        )
         assert known["end"] is None, "a chunk after the end"
         delta = choice["delta"]
         known["content"] += delta.get("content") or ""

@@ -125,7 +125,9 @@ def test_a_long_prompt_is_refused_with_both_numbers(client, served):
     for stream in (False, True):
         error = error_of(client.post(CHAT, json={**long, "stream": stream}), 400)
         assert error["code"] == "context_length_exceeded"
-        assert error["message"].startswith(f"This model's maximum context length is {limit} tokens. However, your messages")
+        assert error["message"].startswith(
+            f"This model's maximum context length is {limit} tokens. However, your messages"
+        )
         found = client.post("/tokenize", json={"messages": long["messages"]}).json()
         assert f"have {found['count']} tokens" in error["message"]
 
@@ -323,7 +325,9 @@ def test_foreign_pages_are_refused(client, origin):
     assert error_of(plain, 403)["code"] == "origin_not_allowed"
 
 
-@pytest.mark.parametrize("settings", [{"api_keys": ("key",)}, {"allowed_origins": ("null",)}, {"allowed_origins": ("*",)}])
+@pytest.mark.parametrize(
+    "settings", [{"api_keys": ("key",)}, {"allowed_origins": ("null",)}, {"allowed_origins": ("*",)}]
+)
 def test_files_may_send_requests_with_a_key_or_if_the_server_says_so(settings):
     """Sandboxed frames of any page have their origin, too: without a key they read no answers."""
     with serving(**settings) as served:

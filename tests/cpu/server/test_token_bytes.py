@@ -46,7 +46,12 @@ def events_of(found):
 
 
 def chat(client, prompt, is_streamed):
-    body = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 400, "logprobs": True, "stream": is_streamed}
+    body = {
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": 400,
+        "logprobs": True,
+        "stream": is_streamed,
+    }
     found = client.post("/v1/chat/completions", json=body)
     if is_streamed:
         choices = [chunk["choices"][0] for chunk in events_of(found)]
@@ -57,7 +62,9 @@ def chat(client, prompt, is_streamed):
 
 
 def completion(client, prompt, is_streamed):
-    found = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 400, "logprobs": 0, "stream": is_streamed})
+    found = client.post(
+        "/v1/completions", json={"prompt": prompt, "max_tokens": 400, "logprobs": 0, "stream": is_streamed}
+    )
     choices = [chunk["choices"][0] for chunk in (events_of(found) if is_streamed else [found.json()])]
     text = "".join(choice["text"] for choice in choices)
     logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
@@ -74,12 +81,19 @@ def completion(client, prompt, is_streamed):
 
 
 def response(client, prompt, is_streamed):
-    body = {"input": prompt, "max_output_tokens": 400, "include": ["message.output_text.logprobs"], "stream": is_streamed}
+    body = {
+        "input": prompt,
+        "max_output_tokens": 400,
+        "include": ["message.output_text.logprobs"],
+        "stream": is_streamed,
+    }
     found = client.post("/v1/responses", json=body)
     if is_streamed:
         deltas = [event for event in events_of(found) if event["type"] == "response.output_text.delta"]
         assert len(deltas) > 1
-        return "".join(each["delta"] for each in deltas), [entry["bytes"] for each in deltas for entry in each["logprobs"]]
+        return "".join(each["delta"] for each in deltas), [
+            entry["bytes"] for each in deltas for entry in each["logprobs"]
+        ]
     part = found.json()["output"][-1]["content"][0]
     return part["text"], [entry["bytes"] for entry in part["logprobs"]]
 
@@ -101,7 +115,9 @@ def test_bytes_of_tokens_make_the_text(client, answer, is_streamed):
         found, spelled = answer(client, f"Q ANSWER:{text}", is_streamed)
         assert found == text
         assert b"".join(map(bytes, spelled)) == text.encode()
-        num_parts += sum(bytes(each).decode(errors="replace") != bytes(each).decode(errors="ignore") for each in spelled)
+        num_parts += sum(
+            bytes(each).decode(errors="replace") != bytes(each).decode(errors="ignore") for each in spelled
+        )
     assert num_parts > NUM_TEXTS, "tokens that are parts of characters"
 
 

@@ -149,7 +149,12 @@ def test_a_call_is_content_where_tool_choice_is_none(fake, tools):
 
 def answers_of(fake, text, **options):
     """Return (calls, content, reason) of the answer ``text``: whole and streamed by chats, whole and streamed by responses."""
-    given = {"model": "demo", "max_tokens": 400, "messages": [{"role": "user", "content": f"Q ANSWER:{text}"}], **options}
+    given = {
+        "model": "demo",
+        "max_tokens": 400,
+        "messages": [{"role": "user", "content": f"Q ANSWER:{text}"}],
+        **options,
+    }
     choice = fake.chat.completions.create(**given).choices[0]
     calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
     yield calls, choice.message.content or "", choice.finish_reason
@@ -191,7 +196,9 @@ def test_no_token_is_computed_behind_the_only_call(fake):
     assert one < several / 4
 
 
-@pytest.mark.parametrize("text", ['{"name": "weather", "arguments": %s}', '\n[{"name": "weather", "parameters": %s}]\n'])
+@pytest.mark.parametrize(
+    "text", ['{"name": "weather", "arguments": %s}', '\n[{"name": "weather", "parameters": %s}]\n']
+)
 def test_an_answer_that_is_the_json_of_a_fitting_call_is_one(fake, text):
     """Small models write it, whatever the template shows."""
     found = list(answers_of(fake, text % ARGUMENTS[0], tools=TOOLS))

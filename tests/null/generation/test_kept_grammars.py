@@ -8,11 +8,11 @@ from support.engine.grammars import OTHER_SPECIAL, compiler_of
 
 pytest.importorskip("llguidance")
 
-from staticllm.errors import GenerationConfigError  # noqa: E402
-from staticllm.pipelines.grammars import vocabulary as vocabularies  # noqa: E402
-from staticllm.pipelines.grammars.compiler import MAX_KEPT, MAX_KEPT_CHARS  # noqa: E402
-from staticllm.pipelines.grammars.grammar import Grammar  # noqa: E402
-from staticllm.pipelines.grammars.vocabulary import TokenEncoder  # noqa: E402
+from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.grammars import vocabulary as vocabularies
+from staticllm.pipelines.grammars.compiler import MAX_KEPT, MAX_KEPT_CHARS
+from staticllm.pipelines.grammars.grammar import Grammar
+from staticllm.pipelines.grammars.vocabulary import TokenEncoder
 
 SIZE = OTHER_SPECIAL + 1
 
@@ -48,7 +48,11 @@ def test_each_request_with_another_grammar_leaves_no_more_than_the_last():
 def test_grammars_that_are_refused_leave_nothing():
     compiler = compiler_of()
     for seed in range(3 * MAX_KEPT):
-        broken = [Grammar("regex", f"a{seed}("), Grammar("regex", f"a{seed}" * 9), Grammar("json_schema", f'{{"type": "a{seed}"}}')]
+        broken = [
+            Grammar("regex", f"a{seed}("),
+            Grammar("regex", f"a{seed}" * 9),
+            Grammar("json_schema", f'{{"type": "a{seed}"}}'),
+        ]
         for grammar in broken:
             with pytest.raises(GenerationConfigError):
                 compiler.matcher(grammar, SIZE, 2, finishes=True)

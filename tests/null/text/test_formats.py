@@ -120,10 +120,9 @@ def test_any_function_may_be_called_where_a_call_is_required():
 def written(form, with_optional):
     """Return a text that a format of a structural tag allows: what may be repeated twice, and the last of several choices."""
     kind = form["type"]
-    if kind == "star":
-        return written(form["content"], with_optional) * 2
-    if kind == "or":
-        return written(form["elements"][-1], with_optional)
+    if kind in ("star", "or"):
+        inner = form["content"] if kind == "star" else form["elements"][-1]
+        return written(inner, with_optional) * (2 if kind == "star" else 1)
     if kind == "sequence":
         return "".join(written(each, with_optional) for each in form["elements"])
     if kind == "optional":
@@ -178,7 +177,9 @@ def test_calls_that_a_required_one_allows_behind_it_are_read(format, with_option
             assert [(found.name, found.parsed_arguments) for found in message.tool_calls] == [call] * count
             assert parser.has_called == has_one_call
     named = options({"type": "function", "function": {"name": "weather"}}, is_parallel=True)
-    assert required_calls(format, named) == required_calls(format, options({"type": "function", "function": {"name": "weather"}}))
+    assert required_calls(format, named) == required_calls(
+        format, options({"type": "function", "function": {"name": "weather"}})
+    )
 
 
 def test_a_template_without_a_known_format_cannot_require_a_call():

@@ -143,7 +143,9 @@ def test_fitting_is_what_a_validator_says_of_random_arguments():
         names = drawn.sample([*schema["properties"], *schema["properties"], "b"], drawn.randint(0, 3))
         value = {name: drawn.choice(values) for name in names}
         closed = schema if "additionalProperties" in schema else {**schema, "additionalProperties": False}
-        closed = json.loads(json.dumps(closed).replace('"required": ["x"]', '"required": ["x"], "additionalProperties": false'))
+        closed = json.loads(
+            json.dumps(closed).replace('"required": ["x"]', '"required": ["x"], "additionalProperties": false')
+        )
         is_valid = jsonschema.Draft202012Validator(closed).is_valid(value)
         assert fits(value, schema) == is_valid, (schema, value)
         num_valid += is_valid
