@@ -204,9 +204,9 @@ async def answered(
     field: str,
     chunks_with: Callable[[Spellers | None], Chunks],
 ) -> Response:
-    """Run the answers of a request on a model that the caller has acquired, as ``respond``: streamed or whole, of one kind.
+    """Run answers on a model that the caller has acquired, as ``respond``: a stream and a whole answer have the same chunks.
 
-    ``chunks_with`` makes them with what spells tokens; None without log-probabilities.
+    ``chunks_with`` makes the chunks with what spells tokens, which is None without log-probabilities.
     """
     chunks: Chunks
 
