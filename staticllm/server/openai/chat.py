@@ -222,12 +222,19 @@ class _Calls:
             return self._ready({"index": self._num_calls, "id": event.id, "type": "function", "function": function})
         if isinstance(event, ArgumentsDelta):
             return self._ready({"index": self._num_calls, "function": {"arguments": event.text}})
-        ended = self._held or []
+        return self._ended(isinstance(event, CallBroken))
+
+    def _ended(self, is_broken: bool) -> list[Chunk]:
+        """Return the call that has ended, in one piece, if it was held and is one."""
+        held = self._held
         self._held = None
-        if isinstance(event, CallBroken) and not self._are_certain:
+        if is_broken and not self._are_certain:
             return []
         self._num_calls += 1
-        return [{"tool_calls": ended}] if ended else []
+        if not held:
+            return []
+        arguments = "".join(part["function"]["arguments"] for part in held)
+        return [{"tool_calls": [{**held[0], "function": {**held[0]["function"], "arguments": arguments}}]}]
 
     def _ready(self, call: Chunk) -> list[Chunk]:
         if self._held is None:

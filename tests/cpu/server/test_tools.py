@@ -56,6 +56,7 @@ def streamed(client, **options):
     message, calls, reason = {"content": "", "reasoning_content": ""}, {}, None
     for chunk in client.chat.completions.create(stream=True, **options):
         choice = chunk.choices[0]
+        assert len(choice.delta.tool_calls or []) <= 1, "clients take the first list as it is"
         message["content"] += choice.delta.content or ""
         message["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
         for call in choice.delta.tool_calls or []:
