@@ -246,15 +246,40 @@ class StaticLLMPipeline:
         call = self._input_processor.call(
             form_of(inputs), generation_config, kwargs, overflow=overflow, priority=priority, deadline_ms=deadline_ms
         )
-        prompts = self._input_processor.encode(inputs, call)
-        if len(prompts) != 1:
-            raise GenerationConfigError(f"submit takes one prompt, not {len(prompts)}: submit each")
+        prompt = self._single_prompt(inputs, call)
         if callback is not None:
             call.check_single("callback")
-        handle = self._begin(prompts[0], call)
+        handle = self._begin(prompt, call)
         if callback is not None:
             handle.call_back(callback)
         return handle
+
+    def check(
+        self,
+        inputs: Inputs,
+        generation_config: GenerationConfig = None,
+        *,
+        overflow: OverflowRule = "stop",
+        **kwargs: object,
+    ) -> None:
+        """Check one prompt and its options like ``submit``, and run nothing. A grammar is not compiled.
+
+        Args:
+            inputs, generation_config, overflow, kwargs: As for ``submit``.
+
+        Raises:
+            PromptError, PromptTooLongError, GenerationConfigError: as for ``generate``.
+        """
+        self._check_usable()
+        call = self._input_processor.call(form_of(inputs), generation_config, kwargs, overflow=overflow)
+        prompt = self._single_prompt(inputs, call)
+        self._input_processor.prepare(prompt, call, self.config, self._launched.vocab_size)
+
+    def _single_prompt(self, inputs: Inputs, call: GenerateCall) -> Prompt:
+        prompts = self._input_processor.encode(inputs, call)
+        if len(prompts) != 1:
+            raise GenerationConfigError(f"submit takes one prompt, not {len(prompts)}: submit each")
+        return prompts[0]
 
     def start_chat(self, system_message: str = "") -> None:
         """Begin a conversation: from now on each ``generate`` with one prompt (``str`` or token ids) is a turn of it."""

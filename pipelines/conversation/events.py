@@ -99,6 +99,17 @@ def message_of(events: Iterable[Event]) -> AssistantMessage:
     return AssistantMessage("".join(content), "".join(reasoning), calls)
 
 
+def events_of(message: AssistantMessage) -> list[Event]:
+    """Return events that make a message, its reasoning first and its calls last."""
+    found: list[Event] = [
+        *([ReasoningDelta(message.reasoning_content)] if message.reasoning_content else []),
+        *([ContentDelta(message.content)] if message.content else []),
+    ]
+    for index, call in enumerate(message.tool_calls):
+        found += [CallBegin(index, call.id, call.name), ArgumentsDelta(index, call.arguments), CallEnd(index)]
+    return found
+
+
 ExpectedCalls = Literal["auto", "none", "required"]
 """Whether an answer may have calls, is read as if it had none, or must be a call, to which a grammar constrains it."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from staticllm.pipelines.conversation.events import Output
+from staticllm.pipelines.conversation.events import Output, message_of
 from staticllm.pipelines.conversation.source import WHITESPACE, MalformedError, Source, Steps
+from staticllm.pipelines.grammars.schema_facts import fits
+from staticllm.results import ToolCall
 
 MAX_DEPTH = 64
 MAX_WORD_CHARS = 64
@@ -230,6 +232,50 @@ def take_call_objects(source: Source, output: Output, is_bare: bool = False) -> 
         return
     source.take()
     yield from source.items("]", lambda: CallObject(source, output, is_bare).take())
+
+
+class SoleCalls:
+    """Reads a text that may be nothing but call objects for known functions, one or a list, with arguments that fit them.
+
+    Small models write such a text in place of the format that their template shows.
+    """
+
+    def __init__(self, functions: Mapping[str, Mapping[str, Any]], new_id: Callable[[], str]) -> None:
+        """``functions``: the JSON schemas of their parameters, by name."""
+        self._functions = functions
+        self._source = Source()
+        self._output = Output(functions, new_id)
+        self._steps = self._all()
+        self._is_over = False
+        self.is_possible = True
+
+    def push(self, text: str) -> None:
+        """Add a piece. Once the text can be no calls any more, ``is_possible`` is false."""
+        self._source.feed(text)
+        self._advance()
+
+    def finish(self) -> tuple[ToolCall, ...]:
+        """End the text, and return the calls that it is; none if it is something else."""
+        self._source.close()
+        self._advance()
+        calls = message_of(self._output.take_events()).tool_calls if self.is_possible else ()
+        try:
+            are_fitting = all(fits(strict_json(call.arguments), self._functions[call.name]) for call in calls)
+        except (ValueError, RecursionError):  # nested too deeply
+            return ()
+        return calls if are_fitting else ()
+
+    def _advance(self) -> None:
+        try:
+            self._is_over = self._is_over or next(self._steps, self) is self
+        except MalformedError:
+            self._is_over = True
+            self.is_possible = False
+
+    def _all(self) -> Steps[None]:
+        yield from take_call_objects(self._source, self._output, is_bare=True)
+        if (yield from self._source.skip_space()):
+            raise MalformedError("something follows the calls")
 
 
 def take_bare_objects(source: Source, output: Output) -> Steps[None]:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.conversation.events import Event, ExpectedCalls, Output, new_call_id
+from staticllm.pipelines.conversation.events import CallEnd, Event, ExpectedCalls, Output, new_call_id
 from staticllm.pipelines.conversation.formats import MessageFormat
 from staticllm.pipelines.conversation.headed_messages import take_harmony, take_recipients
 from staticllm.pipelines.conversation.json_calls import (
+    SoleCalls,
     take_bare_objects,
     take_call_objects,
     take_keyed_calls,
@@ -47,6 +48,7 @@ class MessageParser:
         calls: ``none`` makes content of calls; ``required`` says that a grammar constrains the answer to a call.
         is_content: whether a grammar wrote the text for the user: it is content as it stands, whatever markers it has, after the
             opening and the reasoning that the format has before it.
+        has_one_call: whether the answer ends with its first call, and what follows is no part of it.
     """
 
     def __init__(
@@ -56,10 +58,16 @@ class MessageParser:
         new_id: Callable[[], str] = new_call_id,
         calls: ExpectedCalls = "auto",
         is_content: bool = False,
+        has_one_call: bool = False,
     ) -> None:
         functions = [function_of(tool) for tool in tools]
         self._format = format
+        self._has_one_call = has_one_call
+        self.has_called = False
         self._types = {str(function["name"]): _types_of(function) for function in functions}
+        self._schemas = {str(function["name"]): function.get("parameters") or {} for function in functions}
+        self._new_id = new_id
+        self._may_be_sole = calls == "auto" and format.syntax not in ("bare_json", "generic")
         self._source = Source()
         self._output = Output(self._types, new_id, calls)
         self._steps = self._constrained_answer() if is_content else self._whole_answer()
@@ -70,14 +78,25 @@ class MessageParser:
         """Add a piece of the answer, and return the events that are certain now."""
         self._source.feed(text)
         self._advance()
-        return self._output.take_events()
+        return self._taken()
 
     def finish(self) -> list[Event]:
         """End the answer, and return its last events; to be called once."""
         self._source.close()
         self._advance()
         self._output.finish()
-        return self._output.take_events()
+        return self._taken()
+
+    def _taken(self) -> list[Event]:
+        """Return the new events; if the answer has one call, those up to its end."""
+        events = self._output.take_events()
+        if self.has_called:
+            return []
+        ends = [place for place, event in enumerate(events) if isinstance(event, CallEnd)]
+        if not (self._has_one_call and ends):
+            return events
+        self.has_called = True
+        return events[: ends[0] + 1]
 
     def cut(self) -> list[Event]:
         """End an answer with a required call that is cut off, in place of ``finish``.
@@ -114,6 +133,8 @@ class MessageParser:
         markers = [marker for marker in (format.call[0], format.wrapper[0]) if marker]
         markers += [] if format.learnt is None else format.learnt.openings[1:]
         yield from self._leading_reasoning()
+        if self._may_be_sole and self._schemas and (yield from self._sole_calls()):
+            return
         while True:
             if (yield from self._bare_calls()):
                 continue
@@ -185,6 +206,28 @@ class MessageParser:
         if format.syntax == "braced":
             return take_braced_calls(self._source, self._output, format.quote)
         return _TAKERS[format.syntax](self._source, self._output)
+
+    def _sole_calls(self) -> Steps[bool]:
+        """Take an answer that is nothing but calls as JSON, whatever the model's own format is. Return whether it is."""
+        source = self._source
+        calls = SoleCalls(self._schemas, self._new_id)
+        taken: list[str] = []
+        while calls.is_possible and not source.is_over:
+            if not (text := source.take_all()):
+                yield
+                continue
+            taken.append(text)
+            calls.push(text)
+        found = calls.finish() if calls.is_possible else ()
+        if not found:
+            source.put_back("".join(taken))
+            return False
+        for call in found:
+            self._output.begin_call(call.name)
+            self._output.arguments(call.arguments)
+            self._output.end_call()
+        self._output.close_block()
+        return True
 
     def _bare_calls(self) -> Steps[bool]:
         """Take calls without a marker, which are possible only at the beginning of content. Return whether there were any."""

@@ -39,9 +39,11 @@ allow fewer (``LearntCalls``)."""
 
 
 def required_calls(format: MessageFormat, tools: ToolOptions) -> Part:
-    """Return the answers that ``tool_choice`` allows: a call of the named function, or of any function for ``required``.
+    """Return the answers that ``tool_choice`` allows: a call of the named function, or calls of any functions for ``required``.
 
-    It is a structural tag in the form of xgrammar and GenAI.
+    As in OpenAI's API, ``required`` allows several calls, unless ``parallel_tool_calls`` is false or the model's format has no
+    way to write them: after the first one the model chooses whether it ends. A named function is called once. It is a structural
+    tag in the form of xgrammar and GenAI.
 
     Raises:
         GenerationConfigError: the chat template shows no format of calls.
@@ -52,8 +54,14 @@ def required_calls(format: MessageFormat, tools: ToolOptions) -> Part:
         )
     functions = [function_of(tool) for tool in tools.tools]
     chosen = [function for function in functions if tools.choice != "function" or function["name"] == tools.name]
-    calls = [_call(format, str(each["name"]), each.get("parameters")) for each in chosen]
-    return {"type": "structural_tag", "format": _choice(calls)}
+    around = _around(format)
+    has_several = tools.choice == "required" and tools.is_parallel and around.separator is not None
+    around = around if has_several else around.of_one_call()
+    call = _choice([_call(format, around, str(each["name"]), each.get("parameters")) for each in chosen])
+    if has_several:
+        more: Part = {"type": "star", "content": _sequence([*_text(around.separator or ""), call])}
+        call = _sequence([*_text(around.opening), call, more, *_text(around.closing)])
+    return {"type": "structural_tag", "format": call}
 
 
 def answer_grammar(format: MessageFormat | None, options: GenerationOptions) -> Grammar | None:
@@ -155,21 +163,24 @@ def _check_names(format: MessageFormat, name: str, parameters: Sequence[Paramete
         )
 
 
-def _call(format: MessageFormat, name: str, parameters: object) -> list[Part]:
+def _has_parameters(format: MessageFormat) -> bool:
+    """Return whether each parameter is written on its own."""
+    learnt = format.learnt
+    return format.syntax in ("python", "fenced") or (learnt is not None and learnt.parameters is not None)
+
+
+def _call(format: MessageFormat, around: _Around, name: str, parameters: object) -> list[Part]:
     schema = object_schema(parameters if isinstance(parameters, Mapping) else {}, _owner_of(name))
     learnt = format.learnt
-    has_parameters = format.syntax in ("python", "fenced") or (learnt is not None and learnt.parameters is not None)
+    has_parameters = _has_parameters(format)
     listed = listed_parameters(schema, _owner_of(name)) if has_parameters else []
     listed.sort(key=lambda parameter: not parameter.is_required)
     _check_names(format, name, listed)
     if learnt is not None and learnt.parameters is not None:
-        around = _around_learnt(learnt)
         arguments = _tagged(listed, learnt.parameters)
     elif has_parameters:
-        around = _around_python(format)
         arguments = _named(listed)
     else:
-        around = _around_json(format) if learnt is None else _around_learnt(learnt)
         arguments = [_json(schema)]
     written = json.dumps(name)[1:-1] if learnt is None and around.before_name.endswith('"') else name
     return [*_text(around.before_name), _name(written), *_text(around.after_name), *arguments, *_text(around.end)]
@@ -177,22 +188,39 @@ def _call(format: MessageFormat, name: str, parameters: object) -> list[Part]:
 
 @dataclass(frozen=True)
 class _Around:
-    """What stands around the name of a function and its arguments."""
+    """What stands around the name of a function and its arguments, between two calls, and around all of them.
+
+    ``separator`` is None where an answer has one call.
+    """
 
     before_name: str
     after_name: str
     end: str
+    separator: str | None = None
+    opening: str = ""
+    closing: str = ""
+
+    def of_one_call(self) -> _Around:
+        """Return the same around a single call."""
+        return _Around(self.opening + self.before_name, self.after_name, self.end + self.closing)
+
+
+def _around(format: MessageFormat) -> _Around:
+    if format.learnt is not None:
+        return _around_learnt(format.learnt)
+    return _around_python(format) if _has_parameters(format) else _around_json(format)
 
 
 def _around_json(format: MessageFormat) -> _Around:
     begin, end = format.call
     quoted = '{"name": "'
+    arguments = '", "arguments": '
     if format.syntax == "tagged" and format.is_list:
-        return _Around(f"{begin}[{quoted}", '", "arguments": ', f"}}]{end}")
+        return _Around(quoted, arguments, "}", ", ", f"{begin}[", f"]{end}")
     wrappers = {
-        "keyed": _Around(f'{begin}[{{"', '": ', f"}}]{end}"),
-        "tagged": _Around(f"{begin}\n{quoted}", '", "arguments": ', f"}}\n{end}"),
-        "generic": _Around('{"tool_calls": [' + quoted, '", "arguments": ', "}]}"),
+        "keyed": _Around('{"', '": ', "}", ", ", f"{begin}[", f"]{end}"),
+        "tagged": _Around(f"{begin}\n{quoted}", arguments, f"}}\n{end}", "\n" if end else None),
+        "generic": _Around(quoted, arguments, "}", ", ", '{"tool_calls": [', "]}"),
         "bare_json": _Around(quoted, '", "parameters": ', "}"),
         "recipients": _Around("" if format.is_call_open else begin, end, ""),
         "harmony": _Around("<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>"),
@@ -201,15 +229,16 @@ def _around_json(format: MessageFormat) -> _Around:
 
 
 def _around_learnt(learnt: LearntCalls) -> _Around:
-    return _Around(learnt.wrapper[0] + learnt.before, learnt.after_name, learnt.after + learnt.wrapper[1])
+    opening, closing = learnt.wrapper
+    return _Around(learnt.before, learnt.after_name, learnt.after, "\n" if learnt.after else "", opening, closing)
 
 
 def _around_python(format: MessageFormat) -> _Around:
     begin, end = format.call
     if format.syntax == "python":
-        return _Around(f"{begin}[", "(", f")]{end}")
+        return _Around("", "(", ")", ", ", f"{begin}[", f"]{end}")
     fences = (f"\n{FENCE}python\n", f"\n{FENCE}\n") if format.is_fenced else ("", "")
-    return _Around(begin + fences[0], "(", f"){fences[1]}{end}")
+    return _Around("", "(", ")", "\n", begin + fences[0], fences[1] + end)
 
 
 def _tagged(parameters: Sequence[Parameter], tags: LearntParameters) -> list[Part]:

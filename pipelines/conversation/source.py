@@ -43,6 +43,23 @@ class Source:
         """Declare that no piece follows."""
         self._is_over = True
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no piece follows."""
+        return self._is_over
+
+    def take_all(self) -> str:
+        """Take and return the text that is there."""
+        text = self._text[self._place :]
+        self._place = len(self._text)
+        return text
+
+    def put_back(self, text: str) -> None:
+        """Put text that was taken before what comes next."""
+        self._text = text + self._text[self._place :]
+        self._place = 0
+        self._mark = 0
+
     def mark(self, num_before: int = 0) -> None:
         """Remember the place ``num_before`` characters before this one, for ``since_mark``."""
         self._mark = self._place - num_before

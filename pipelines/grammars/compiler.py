@@ -27,6 +27,8 @@ LATE = 3
 """The most tokens by which reasoning ends late: the rest of a character."""
 MAX_KEPT = 64
 """The most grammars that are kept compiled."""
+MAX_KEPT_CHARS = 4 << 20
+"""The most characters of their texts together. The last one is kept in any case."""
 
 
 @dataclass
@@ -84,27 +86,34 @@ class GrammarCompiler:
         """
         try:
             with self._lock:
-                proper = grammar.proper
-                lead = lead_of(grammar)
-                found = self._matcher(proper, vocab_size)
-                endings = self._endings_of(proper, vocab_size) if finishes and max_new_tokens is not None else None
-                if lead is None:
-                    self._check_room(proper, max_new_tokens, endings)
-                    return found.clone() if endings is None else found.with_ending(endings)
-                opening, reasoning, closing = (
-                    None if each is None else self._matcher(each, vocab_size)
-                    for each in (lead.opening, lead.reasoning, lead.closing)
-                )
-                num_fixed = sum(len(each.clone().forced()) for each in (opening, closing) if each is not None)
-                room = self._check_room(proper, max_new_tokens, endings, num_fixed)
-                found = found if endings is None else found.with_ending(endings)
-                stages = [each.clone() for each in (opening, reasoning, found) if each is not None]
-                longest = sys.maxsize if room is None else room // 2 if endings is None else min(room // 2, room - LATE)
-                return LeadMatcher(stages, closing, longest)
+                try:
+                    return self._new(grammar, vocab_size, max_new_tokens, finishes)
+                finally:
+                    self._forget()
         except RecursionError:
             raise GenerationConfigError(
                 f"the grammar ({grammar.kind}) is nested too deeply, or its rules are: use at most 100 levels"
             ) from None
+
+    def _new(self, grammar: Grammar, vocab_size: int, max_new_tokens: int | None, finishes: bool) -> AnswerMatcher:
+        """Return a matcher as ``matcher`` does. The lock is held."""
+        proper = grammar.proper
+        lead = lead_of(grammar)
+        found = self._matcher(proper, vocab_size)
+        endings = self._endings_of(proper, vocab_size) if finishes and max_new_tokens is not None else None
+        if lead is None:
+            self._check_room(proper, max_new_tokens, endings)
+            return found.clone() if endings is None else found.with_ending(endings)
+        opening, reasoning, closing = (
+            None if each is None else self._matcher(each, vocab_size)
+            for each in (lead.opening, lead.reasoning, lead.closing)
+        )
+        num_fixed = sum(len(each.clone().forced()) for each in (opening, closing) if each is not None)
+        room = self._check_room(proper, max_new_tokens, endings, num_fixed)
+        found = found if endings is None else found.with_ending(endings)
+        stages = [each.clone() for each in (opening, reasoning, found) if each is not None]
+        longest = sys.maxsize if room is None else room // 2 if endings is None else min(room // 2, room - LATE)
+        return LeadMatcher(stages, closing, longest)
 
     def _matcher(self, grammar: Grammar, vocab_size: int) -> Matcher:
         """Return the matcher of a grammar that is kept, or a new one, which is kept.
@@ -116,12 +125,18 @@ class GrammarCompiler:
             grammar.check()
             found = self._compiled(grammar, vocab_size)
             self._kept[grammar, vocab_size] = found
-            while len(self._kept) > MAX_KEPT:
-                dropped, _ = self._kept.popitem(last=False)
-                self._fewest.pop(dropped[0], None)
-                self._endings.pop(dropped, None)
         self._kept.move_to_end((grammar, vocab_size))
         return found
+
+    def _forget(self) -> None:
+        """Drop the oldest grammars that are too many, with all that is known of them."""
+        num_chars = sum(len(grammar.text) for grammar, _ in self._kept)
+        while len(self._kept) > 1 and (len(self._kept) > MAX_KEPT or num_chars > MAX_KEPT_CHARS):
+            (dropped, _), _ = self._kept.popitem(last=False)
+            num_chars -= len(dropped.text)
+        self._endings = {key: found for key, found in self._endings.items() if key in self._kept}
+        known = {grammar for grammar, _ in self._kept}
+        self._fewest = {grammar: found for grammar, found in self._fewest.items() if grammar in known}
 
     def _compiled(self, grammar: Grammar, vocab_size: int) -> Matcher:
         tokenizer = self._tokenizer(vocab_size)

@@ -160,6 +160,59 @@ def atom_of(value: object) -> str:
     return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
 
 
+def fits(value: object, schema: AnySchema) -> bool:
+    """Return whether a JSON value has the types, the listed values and the properties that a schema asks for.
+
+    As in a grammar, an object that lists its properties has no others, unless it says ``additionalProperties``. Other keywords
+    are not looked at.
+    """
+    facts = SchemaFacts(schema)
+    try:
+        return _fits(value, schema, facts, 0)
+    except (
+        InexpressibleError,
+        TypeError,
+    ):  # a schema that is malformed, or refers elsewhere: it excludes nothing for certain
+        return True
+
+
+def _fits(value: object, schema: AnySchema, facts: SchemaFacts, depth: int) -> bool:
+    if depth > MAX_DEPTH or atom_of(value) not in facts.atoms(schema):
+        return False
+    parts = [*facts.conjuncts(schema)]
+    for part in parts:
+        values = facts.listed(part)
+        if values is not None and canonical(value) not in map(canonical, values):
+            return False
+        for name in ("anyOf", "oneOf"):
+            options = part.get(name)
+            if isinstance(options, list) and not any(_fits(value, option, facts, depth + 1) for option in options):
+                return False
+    if isinstance(value, list):
+        items = [part["items"] for part in parts if "items" in part and "prefixItems" not in part]
+        return all(_fits(each, item, facts, depth + 1) for item in items for each in value)
+    return not isinstance(value, Mapping) or _has_properties(value, parts, facts, depth)
+
+
+def _has_properties(
+    value: Mapping[str, Any], parts: Sequence[Mapping[str, Any]], facts: SchemaFacts, depth: int
+) -> bool:
+    known: dict[str, list[AnySchema]] = {}
+    for part in parts:
+        if not value.keys() >= set(part.get("required", ())):
+            return False
+        for name, each in part.get("properties", {}).items():
+            known.setdefault(name, []).append(each)
+    open_parts = ("additionalProperties", "patternProperties", "anyOf", "oneOf")
+    is_closed = any(part.get("additionalProperties") is False for part in parts)
+    is_listed = bool(known) and not any(name in part for part in parts for name in open_parts)
+    if (is_closed or is_listed) and not value.keys() <= known.keys():
+        return False
+    return all(
+        _fits(value[name], each, facts, depth + 1) for name in known.keys() & value.keys() for each in known[name]
+    )
+
+
 def canonical(value: object) -> str:
     """Return a text that equal JSON values, and no others, have in common."""
     return json.dumps(_plain(value), sort_keys=True)

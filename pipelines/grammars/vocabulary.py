@@ -15,7 +15,8 @@ ANCHORS = ("\n", "\x02")
 """Texts that are put before a text whose tokens a tokenizer would begin with a space of its own."""
 
 MAX_KEPT = 4096
-"""The most texts whose ids are kept."""
+MAX_KEPT_CHARS = 200
+"""The most texts whose ids are kept, and the most characters of one: those of a grammar that are asked for again are short."""
 
 
 class VocabularyTokenizer(Protocol):
@@ -129,7 +130,8 @@ class TokenEncoder:
         found = self._kept.get(text)
         if found is None:
             found = self._exact(text)
-            self._kept[text] = found
+            if len(text) <= MAX_KEPT_CHARS:
+                self._kept[text] = found
             if len(self._kept) > MAX_KEPT:
                 self._kept.pop(next(iter(self._kept)), None)
         return found

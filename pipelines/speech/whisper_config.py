@@ -38,7 +38,9 @@ MAX_FILE = 16 << 20
 """The most bytes of a ``generation_config.json``."""
 MAX_CONTEXT_CHARS = 1 << 16
 """The most characters of ``initial_prompt`` and ``hotwords``; of their tokens only the last 223 count."""
-NOT_FOR_SPEECH = ("best_of", "finish_grammar", "tools", "tool_choice", "parse_tools", "extra_context", *KEYWORDS)
+NOT_FOR_SPEECH = (
+    "best_of", "finish_grammar", "tools", "tool_choice", "parallel_tool_calls", "parse_tools", "extra_context", *KEYWORDS
+)  # fmt: skip
 """Options of text generation that no transcription has."""
 
 

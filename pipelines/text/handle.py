@@ -206,7 +206,9 @@ class GenerationHandle:
         waker = running_waker()
         token = object()
         signal = OutputSignal(waker, least_gap)
-        if self.is_done:
+        if self.is_done:  # nothing was to be generated, or another reader has read it
+            if first := self._take_first():
+                yield first
             self._raise_error()
             return
         if not self._role.enter(token, 0):
@@ -258,6 +260,11 @@ class GenerationHandle:
     def prompt_tokens(self) -> tuple[int, ...]:
         """The tokens of the prompt."""
         return self._prepared.request.prompt
+
+    @property
+    def num_dropped(self) -> int:
+        """The number of tokens of the prompt that were left out, because it was too long (``overflow``)."""
+        return self._prepared.num_dropped
 
     @property
     def num_cached(self) -> int | None:

@@ -130,7 +130,7 @@ class PreparedRequest:
 
     ``encoded`` is a ``time.perf_counter`` moment. ``template_seconds`` is the time that the chat template took, None without a
     template. ``processors`` are the logits processors that the user made, per answer. ``decode`` makes text of tokens; ``format``
-    is None if the answer is not parsed.
+    is None if the answer is not parsed. ``num_dropped``: the tokens of the prompt that its overflow rule left out.
     """
 
     request: EngineRequest
@@ -141,6 +141,7 @@ class PreparedRequest:
     decode: Callable[[list[int]], str] = no_text
     format: MessageFormat | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
+    num_dropped: int = 0
 
     @property
     def options(self) -> GenerationOptions:
@@ -315,6 +316,7 @@ class InputProcessor:
             decode=self._decoder_of(format),
             format=format,
             tools=prompt.tools or asked.tools,
+            num_dropped=len(prompt.ids) - len(ids),
         )
 
     def _drafts_of(self, options: GenerationOptions, has_prompt_lookup: bool) -> DraftParams | None:

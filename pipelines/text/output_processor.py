@@ -88,7 +88,14 @@ def _parser_of(prepared: PreparedRequest) -> MessageParser | None:
         return None
     choice = prepared.options.extra.tool_options.choice
     calls: ExpectedCalls = "required" if _is_call_required(prepared) else "none" if choice == "none" else "auto"
-    return MessageParser(prepared.format, prepared.tools, calls=calls, is_content=is_content(prepared.options))
+    has_one_call = not prepared.options.extra.tool_options.is_parallel
+    return MessageParser(
+        prepared.format,
+        prepared.tools,
+        calls=calls,
+        is_content=is_content(prepared.options),
+        has_one_call=has_one_call,
+    )
 
 
 def _is_call_required(prepared: PreparedRequest) -> bool:
@@ -149,8 +156,9 @@ class OutputProcessor:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string has ended the answer."""
-        return self._wants_text and self._detokenizer.is_stopped
+        """Whether a stop string or the only call has ended the answer."""
+        has_called = self._parser is not None and self._parser.has_called
+        return self._wants_text and (self._detokenizer.is_stopped or has_called)
 
     @property
     def num_cached(self) -> int | None:
@@ -159,7 +167,7 @@ class OutputProcessor:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the answer contains a stop string or ends in a stop token."""
+        """Whether the answer contains a stop string or its only call, or ends in a stop token."""
         tokens = self._tokens
         return self.is_stopped or (bool(tokens) and tokens[-1] in self._prepared.options.stop_token_ids)
 

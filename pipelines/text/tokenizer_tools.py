@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import threading
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -99,15 +100,50 @@ class SpecialTokens:
 
 
 MAX_BREAKER_CHARS = 32
+MAX_TEXTS = 256
+MAX_SEQUENCES = 250_000
+"""What is kept of a tokenizer's texts: a letter is in tens of thousands of tokens, and clients choose the texts."""
+
+
+class KeptSequences:
+    """The token sequences of the last texts: of at most ``MAX_TEXTS``, with ``MAX_SEQUENCES`` together, and of the last one.
+
+    Any thread may call.
+    """
+
+    def __init__(self, find: Callable[[str], TokenSequences]) -> None:
+        self._find = find
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, TokenSequences] = OrderedDict()
+        self.num_sequences = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def of(self, text: str) -> TokenSequences:
+        """Return the sequences of a text, which are kept."""
+        with self._lock:
+            if (found := self._kept.get(text)) is not None:
+                self._kept.move_to_end(text)
+                return found
+        found = self._find(text)
+        with self._lock:
+            if text not in self._kept:
+                self._kept[text] = found
+                self.num_sequences += len(found)
+            while len(self._kept) > 1 and (len(self._kept) > MAX_TEXTS or self.num_sequences > MAX_SEQUENCES):
+                _, dropped = self._kept.popitem(last=False)
+                self.num_sequences -= len(dropped)
+        return found
 
 
 class WordTokens:
-    """The token sequences of texts, by tokenizer. Any thread may call; what was found is kept."""
+    """The token sequences of texts, by tokenizer. Any thread may call; what was found last is kept."""
 
     def __init__(self, tokenizer: genai.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._words: dict[str, TokenSequences] = {}
-        self._breakers: dict[str, TokenSequences] = {}
+        self.words = KeptSequences(self._found_words)
+        self.breakers = KeptSequences(self._found_breakers)
         self._texts: list[str] = []
 
     def complete(self, options: GenerationOptions) -> SamplingParams:
@@ -124,10 +160,11 @@ class WordTokens:
 
     def of_word(self, word: str) -> TokenSequences:
         """Return the sequences that write ``word``, at the beginning of a text and after a space."""
-        if word not in self._words:
-            found = {self._encoded(word), self._encoded(" " + word.lstrip(" "))}
-            self._words[word] = tuple(sorted(sequence for sequence in found if sequence))
-        return self._words[word]
+        return self.words.of(word)
+
+    def _found_words(self, word: str) -> TokenSequences:
+        found = {self._encoded(word), self._encoded(" " + word.lstrip(" "))}
+        return tuple(sorted(sequence for sequence in found if sequence))
 
     def of_breaker(self, text: str) -> TokenSequences:
         """Return the sequences that write a text which contains ``text``, as llamacpp finds them.
@@ -135,12 +172,9 @@ class WordTokens:
         These are all tokens whose text contains it, and all whose text ends with a part of it, followed by the tokens of the
         rest.
         """
-        text = text[:MAX_BREAKER_CHARS]
-        if text not in self._breakers:
-            self._breakers[text] = tuple(sorted(self._found_breakers(text)))
-        return self._breakers[text]
+        return self.breakers.of(text[:MAX_BREAKER_CHARS])
 
-    def _found_breakers(self, text: str) -> set[tuple[int, ...]]:
+    def _found_breakers(self, text: str) -> TokenSequences:
         found: set[tuple[int, ...]] = set()
         by_ending: dict[int, list[int]] = defaultdict(list)  # tokens by how much of the text they end with
         for token, piece in enumerate(self._token_texts()):
@@ -153,7 +187,7 @@ class WordTokens:
         for length, tokens in by_ending.items():
             rest = self._encoded(text[length:])
             found.update((token, *rest) for token in tokens)
-        return found
+        return tuple(sorted(found))
 
     def _token_texts(self) -> list[str]:
         """Return the text of every token."""

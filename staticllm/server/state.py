@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from staticllm.server.feed import SchedulerFeed
 from staticllm.server.http.lifecycle import Lifecycle
@@ -33,6 +33,13 @@ class ServerState:
     lifecycle: Lifecycle
     scheduler: SchedulerFeed
     observers: Workers
+    said: set[str] = field(default_factory=set)
+
+    def is_first(self, about: str) -> bool:
+        """Return whether nothing was said ``about`` this, as a line of the log, before; remember it."""
+        is_new = about not in self.said
+        self.said.add(about)
+        return is_new
 
     @classmethod
     def of(

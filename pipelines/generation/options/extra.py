@@ -21,7 +21,7 @@ NUMBERS = tuple(name for name in SAMPLING if not hasattr(genai.GenerationConfig,
 """The options that are numbers; the fields of ``SamplingParams`` that GenAI does not have."""
 EXTRA_NAMES = (
     *NUMBERS, "logit_bias", "bad_words", "bad_words_ids", "dry_sequence_breakers", "logits_processor",
-    "tools", "tool_choice", "parse_tools", "extra_context", "best_of",
+    "tools", "tool_choice", "parallel_tool_calls", "parse_tools", "extra_context", "best_of",
 )  # fmt: skip
 _CHOOSING = ("logit_bias", "bad_words", "bad_words_ids", "logits_processor")
 
@@ -32,6 +32,7 @@ class ToolOptions:
 
     ``tools`` are definitions of functions as OpenAI's API takes them. ``choice`` is ``auto``, ``none``, ``required`` or
     ``function``; then ``name`` is the function that must be called. ``extra_context`` holds more variables of the template.
+    ``is_parallel``: whether an answer may have several calls; else it ends with its first one.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -39,6 +40,7 @@ class ToolOptions:
     name: str = ""
     parse: bool | None = None
     extra_context: Mapping[str, Any] = field(default_factory=dict)
+    is_parallel: bool = True
 
     @property
     def is_call_required(self) -> bool:
@@ -195,13 +197,16 @@ def tool_options(given: Mapping[str, Any]) -> ToolOptions:
         )
     if parse not in (None, True, False):
         raise GenerationConfigError(f"parse_tools={shown(parse)}: must be True, False or None")
+    parallel = given.get("parallel_tool_calls")
+    if parallel not in (None, True, False):
+        raise GenerationConfigError(f"parallel_tool_calls={shown(parallel)}: must be True, False or None")
     if not isinstance(context, Mapping):
         raise GenerationConfigError(
             f"extra_context={shown(context)}: must be a dict of variables for the chat template"
         )
     names = [str(function_of(tool)["name"]) for tool in tools]
     choice, name = _tool_choice(given.get("tool_choice", "auto"), names)
-    return ToolOptions(tuple(tools), choice, name, parse, dict(context))
+    return ToolOptions(tuple(tools), choice, name, parse, dict(context), parallel is not False)
 
 
 def _tool_choice(value: object, names: Sequence[str]) -> tuple[str, str]:

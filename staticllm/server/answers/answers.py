@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
 
 from staticllm.core import FinishReason
 from staticllm.errors import ClosedError, PromptTooLongError
+from staticllm.pipelines.conversation.events import events_of
 from staticllm.pipelines.conversation.sandbox import MAX_CHARS
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta, joined
+from staticllm.results import AssistantMessage
 from staticllm.server.answers.asks import Ask
 from staticllm.server.endpoint import ApiCall
-from staticllm.server.http.errors import ApiError, json_response, prompt_too_long
+from staticllm.server.http.errors import json_response, prompt_too_long, too_long
 from staticllm.server.metrics import AnswerTimer
 from staticllm.server.models.served import ServedModel
 from staticllm.server.state import ServerState
@@ -30,11 +34,8 @@ STREAM_GAP = 0.005
 Each wake-up of the event loop slows the engine: with one per token, the embedded model has 0.74 of its speed, with one per 5 ms
 0.98 (``scripts/bench_server.py``).
 """
-Handles = list[list[RequestOutput]]
-"""The answers of each handle: one, or those of a beam search."""
+_log = logging.getLogger("staticllm.server")
 Close = Callable[[], Awaitable[None]]
-Whole = Callable[[Handles], dict[str, Any]]
-"""Makes the body of all answers; runs in a thread."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class AnswerEnd:
 
 
 Part = AnswerDelta | AnswerEnd
+Whole = Callable[[Sequence[Part]], dict[str, Any]]
+"""Makes the body of all answers of their parts, as a stream makes its chunks; runs in a thread."""
 
 
 class Answers:
@@ -72,11 +75,18 @@ class Answers:
         self._arrival = time.perf_counter()
 
     async def begin(self) -> None:
-        """Wait until the first answer is in the engine, so that errors of the request can still be its status.
+        """Wait until the first answer is in the engine and all prompts are checked, so that errors of the request can still be
+        its status.
 
         Raises ``ApiError`` (too many requests wait) and ``StaticLLMError`` (the request is refused).
         """
         self._first = await self._enter(0)
+        others = {id(ask.prompt): ask for ask in self._asks if ask.prompt is not self._asks[0].prompt}
+        for ask in others.values():
+            await self._state.workers.run(partial(self._check, ask))
+
+    def _check(self, ask: Ask) -> None:
+        self._model.chat.check(ask.prompt, **ask.options)
 
     async def _enter(self, index: int) -> _Answer:
         name = self._model.spec.name
@@ -91,7 +101,9 @@ class Answers:
         except BaseException:
             self._admission.leave(self._client, num_places)
             raise
-        answer = _Answer(index, ask, handle, timer, num_places)
+        if handle.num_dropped:
+            _say_shortened(name, len(handle.prompt_tokens), handle.num_dropped)
+        answer = _Answer(index * ask.num_outputs, ask, handle, timer, num_places)
         self._running.add(answer)
         self._state.lifecycle.add(handle)
         metrics.running.labels(name).inc()
@@ -137,18 +149,37 @@ class Answers:
             num_left -= sum(isinstance(part, AnswerEnd) for part in parts)
 
     @property
+    def num_answers(self) -> int:
+        """How many answers there are, if they are not those of beam searches."""
+        return len(self._asks)
+
+    @property
     def first_handle(self) -> GenerationHandle:
         """The handle of the first answer, after ``begin``."""
         assert self._first is not None, "begin was not called"
         return self._first.handle
 
-    async def outputs(self) -> list[list[RequestOutput]]:
-        """Return all answers at their end, a list per handle. Raises ``StaticLLMError`` (an answer failed)."""
-        ends: dict[int, list[RequestOutput]] = {}
+    async def parts(self) -> list[Part]:
+        """Return all that ``batches`` yields, answer by answer, each with its increments as one unless they are tokens.
+
+        Raises ``StaticLLMError`` (an answer failed).
+        """
+        deltas: dict[int, list[TextDelta]] = {}
+        is_by_token = self._asks[0].is_by_token
+        ends: list[AnswerEnd] = []
         async with contextlib.aclosing(self.batches()) as batches:
             async for parts in batches:
-                ends |= {part.index: part.outputs for part in parts if isinstance(part, AnswerEnd)}
-        return [ends[index] for index in sorted(ends)]
+                for part in parts:
+                    if isinstance(part, AnswerEnd):
+                        ends.append(part)
+                    else:
+                        deltas.setdefault(part.index, []).append(part.delta)
+        sections = [
+            AnswerDelta(index, section)
+            for index, found in sorted(deltas.items())
+            for section in (found if is_by_token else [joined(found)])
+        ]
+        return [*sections, *sorted(ends, key=lambda part: part.index)]
 
     async def _run(self, index: int, queue: asyncio.Queue[Part | BaseException]) -> None:
         try:
@@ -166,6 +197,10 @@ class Answers:
         try:
             if answer.ask.is_search:
                 await handle
+                last = [
+                    AnswerDelta(answer.index + place, self._whole_delta(output))
+                    for place, output in enumerate(handle.outputs(0))
+                ]
             else:
                 async with contextlib.aclosing(handle.batches_async(STREAM_GAP)) as batches:
                     async for batch in batches:
@@ -185,6 +220,12 @@ class Answers:
             yield [*last, AnswerEnd(answer.index, outputs)]
         finally:
             self._leave(answer)
+
+    def _whole_delta(self, output: RequestOutput) -> TextDelta:
+        """Return an answer of a beam search, of which no increments are known, as one."""
+        echo = self._model.chat.get_tokenizer().decode(output.echo) if output.echo else ""
+        message = output.message or AssistantMessage(output.text)
+        return TextDelta(output.tokens, echo + output.text, events_of(message), output.logprobs)
 
     def _charge(self, answer: _Answer, seconds: float) -> None:
         self._admission.shares.charge(self._client, seconds)
@@ -237,6 +278,11 @@ class Usage:
     cached_tokens: int = 0
 
     @classmethod
+    def of_ends(cls, ends: Sequence[AnswerEnd], per_prompt: int) -> Usage:
+        """Return the tokens of answers that have ended; each prompt has ``per_prompt`` ends and is counted once."""
+        return cls.of([end.outputs for end in sorted(ends, key=lambda end: end.index)], per_prompt)
+
+    @classmethod
     def of(cls, handles: Sequence[Sequence[RequestOutput]], per_prompt: int) -> Usage:
         """Return the tokens of the answers of each handle; each prompt has ``per_prompt`` handles and is counted once."""
         firsts = [outputs[0] for outputs in handles[::per_prompt]]
@@ -254,6 +300,17 @@ class Usage:
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+
+
+def _say_shortened(name: str, num_kept: int, num_dropped: int) -> None:
+    num_given = num_kept + num_dropped
+    _log.warning(
+        "a prompt of %d tokens for %r lost its middle: %d tokens are read; serve with --max-prompt-len %d or more",
+        num_given,
+        name,
+        num_kept,
+        num_given,
+    )
 
 
 Stream = Callable[[Answers, Close], Response]
@@ -281,15 +338,15 @@ async def respond(
             call.state.hub.release(model)
 
     try:
-        _check_chars([ask.prompt for ask in asks], model.chat.config.max_prompt_len, field)
+        _check_chars(asks, model.chat.config.max_prompt_len, field)
         answers = Answers(call.state, model, call.client, asks)
         await call.connected(answers.begin())
         if stream is not None:
             response = stream(answers, close)
             is_handed_over = True
             return response
-        handles = await call.connected(answers.outputs())
-        return await call.state.workers.run(lambda: json_response(whole(handles)))
+        parts = await call.connected(answers.parts())
+        return await call.state.workers.run(lambda: json_response(whole(parts)))
     except PromptTooLongError as error:
         raise prompt_too_long(error, field) from None
     finally:
@@ -297,20 +354,25 @@ async def respond(
             await close()
 
 
-def _check_chars(prompts: Sequence[Any], limit: int, field: str) -> None:
-    """Check that no prompt has more characters than a chat template may make, before it is rendered.
+def _check_chars(asks: Sequence[Ask], limit: int, field: str) -> None:
+    """Check that no prompt with its tools has more characters than a chat template may make, before it is rendered.
 
     Raises ``ApiError`` (one has).
     """
-    for prompt in prompts:
-        texts = [prompt] if isinstance(prompt, str) else prompt if isinstance(prompt, list) else []
-        contents = (text if isinstance(text, str) else str(text.get("content") or "") for text in texts)
-        num_chars = sum(map(len, contents))
+    for ask in asks:
+        num_chars = sum(map(len, _texts_in([ask.prompt, ask.options.get("tools")])))
         if num_chars > MAX_CHARS:
-            raise ApiError(
-                400,
-                f"This model's maximum context length for prompts is {limit} tokens; of {num_chars} characters in "
-                f"{field}, at most {MAX_CHARS} are read: send less",
-                code="context_length_exceeded",
-                param=field,
-            )
+            raise too_long(limit, field, f"{num_chars} characters, of which at most {MAX_CHARS} are read", "send less")
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield the texts in a prompt: in messages and their parts, in calls, and in tools."""
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, Mapping):
+            waiting += each.values()
+        elif isinstance(each, (list, tuple)):
+            waiting += each

@@ -35,6 +35,7 @@ class AnswerFields:
         is_chat: Whether the chat template applies and the answer is parsed.
         tools: Functions that the model may call.
         tool_choice: ``auto``, ``none``, ``required`` or a function, as OpenAI's API has it.
+        parallel_tool_calls: Whether an answer may have several calls; None for the default.
         context: Variables of the chat template.
         is_truncated: Whether a prompt that is too long loses its middle.
     """
@@ -51,6 +52,7 @@ class AnswerFields:
     is_chat: bool = True
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
     context: Mapping[str, Any] = field(default_factory=dict)
     is_truncated: bool = False
 
@@ -60,8 +62,9 @@ class Ask:
     """One handle that a request asks for: a prompt with its options.
 
     ``priority`` orders the requests of its client. ``is_proactive``: its class of work. ``num_beams``: the sequences of the
-    answer, for which it needs places; more than one is a beam search, whose tokens come at its end. ``is_by_token``: each token
-    is an increment of its own, also if several are ready, because their texts have places in the answer.
+    answer, for which it needs places; more than one is a beam search, whose tokens come at its end, and which finds up to
+    ``num_outputs`` answers. ``is_by_token``: each token is an increment of its own, also if several are ready, because their
+    texts have places in the answer.
     """
 
     prompt: Any
@@ -70,11 +73,14 @@ class Ask:
     num_beams: int = 1
     is_by_token: bool = False
     is_proactive: bool = False
+    num_outputs: int = 1
 
     @classmethod
     def of(cls, prompt: Any, asked: AnswerFields, index: int = 0, priority: int = 0, is_proactive: bool = False) -> Ask:
         """Return the ask for answer ``index``. Raises ``ApiError`` (fields contradict each other)."""
-        return cls(prompt, options_of(asked, index), priority, asked.num_beams, asked.wants_logprobs, is_proactive)
+        num_outputs = asked.num_answers if asked.num_beams > 1 else 1
+        options = options_of(asked, index)
+        return cls(prompt, options, priority, asked.num_beams, asked.wants_logprobs, is_proactive, num_outputs)
 
     @property
     def engine_priority(self) -> int:
@@ -183,6 +189,8 @@ def _chat(asked: AnswerFields) -> dict[str, Any]:
     if asked.context:
         options["extra_context"] = dict(asked.context)
     if asked.tools:
+        if asked.parallel_tool_calls is not None:
+            options["parallel_tool_calls"] = asked.parallel_tool_calls
         return {**options, "tools": list(asked.tools), "tool_choice": asked.tool_choice or "auto"}
     if asked.tool_choice not in (None, "none", "auto"):
         raise ApiError(400, "tool_choice without tools: pass the functions as tools", param="tool_choice")

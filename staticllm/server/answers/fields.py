@@ -103,7 +103,6 @@ class IgnoredFields(Fields):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
-    parallel_tool_calls: Any = None
     verbosity: Any = None
     cache_prompt: Any = None
     ctx_len: Any = None  # of Jan: how many tokens it keeps of a conversation

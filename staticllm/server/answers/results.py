@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -11,9 +12,11 @@ from typing import Any
 
 from staticllm.core import FinishReason
 from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.text.detokenizer import INCOMPLETE
 from staticllm.pipelines.text.handle import GenerationHandle
-from staticllm.pipelines.text.output_processor import RequestOutput
+from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
 from staticllm.server.answers.answers import Answers, Part
+from staticllm.server.models.served import ServedModel
 
 _NAMES = {FinishReason.STOP: "stop", FinishReason.TOOL_CALL: "tool_calls"}
 
@@ -23,23 +26,88 @@ def finish_reason(reason: FinishReason) -> str:
     return next((name for known, name in _NAMES.items() if reason is known), "length")
 
 
-def token_logprobs(
-    tokens: Sequence[int], logprobs: Sequence[float], decode: Callable[[list[int]], str]
-) -> list[dict[str, Any]]:
-    """Return the entries of ``logprobs.content`` of a chat."""
-    entries = []
-    for token, logprob in zip(tokens, logprobs, strict=True):
-        text = decode([token])
-        is_whole = "\ufffd" not in text
-        entries.append(
-            {
-                "token": text,
-                "logprob": max(logprob, -9999.0),
-                "bytes": list(text.encode()) if is_whole else None,
-                "top_logprobs": [],
-            }
-        )
-    return entries
+@dataclass(frozen=True)
+class SpelledToken:
+    """A token as a part of its answer: its text and bytes, and the number of the answer's characters before it.
+
+    ``is_text``: whether it consists of whole characters. The bytes are None if they are those of another token as well, which are
+    a part of a character.
+    """
+
+    text: str
+    bytes: bytes | None
+    offset: int
+    logprob: float
+    is_text: bool = True
+
+    def entry(self) -> dict[str, Any]:
+        """Return the token as an entry of ``logprobs.content`` of a chat."""
+        spelled = None if self.bytes is None else list(self.bytes)
+        return {"token": self.text, "logprob": self.logprob, "bytes": spelled, "top_logprobs": []}
+
+
+CONTEXT = 8
+WINDOW = 64
+LEAST_LOGPROB = -9999.0
+"""What OpenAI's API gives for tokens that are less likely; JSON has no infinite numbers."""
+
+
+class Speller:
+    """Spells the tokens of one answer, in their order: their bytes together are those of the text that they make.
+
+    A token may be a part of a character, of which ``decode`` makes no text, and its text may depend on the tokens before it:
+    that of a first token has no space before it in vocabularies of SentencePiece. ``tokens`` has the bytes of each token.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], tokens: Sequence[bytes]) -> None:
+        self._decode = decode
+        self._tokens = tokens
+        self._window: list[int] = []
+        self._window_text = ""
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_chars = 0
+
+    def spell(self, delta: TextDelta) -> list[SpelledToken]:
+        """Return the tokens of an increment; none for those of the prompt, which have no log-probabilities."""
+        return [self._spelled(token, logprob) for token, logprob in zip(delta.tokens, delta.logprobs, strict=False)]
+
+    def _spelled(self, token: int, logprob: float) -> SpelledToken:
+        text = self._text_of(token)
+        own = self._tokens[token] if token < len(self._tokens) else b""
+        is_whole = is_text(own)
+        text = text if is_whole else self._decode([token])
+        is_known = bool(own) or INCOMPLETE not in text
+        offset = self._num_chars
+        spelled = text.encode() if is_whole else own
+        self._num_chars += len(self._characters.decode(spelled))
+        return SpelledToken(text, spelled if is_known else None, offset, max(logprob, LEAST_LOGPROB), is_whole)
+
+    def _text_of(self, token: int) -> str:
+        self._window.append(token)
+        before = self._window_text
+        self._window_text = self._decode(self._window)
+        found = self._window_text
+        text = found[len(before) :] if found.startswith(before) else self._decode([token])
+        if len(self._window) > WINDOW:
+            self._window = self._window[-CONTEXT:]
+            self._window_text = self._decode(self._window)
+        return text
+
+
+def is_text(spelled: bytes) -> bool:
+    """Return whether bytes are whole characters."""
+    try:
+        spelled.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def speller_of(model: ServedModel) -> Callable[[], Speller]:
+    """Return what makes a speller for each answer of a model that is loaded. The first call takes long: use a thread."""
+    decode = model.chat.get_tokenizer().decode
+    tokens = model.vocabulary.tokens
+    return lambda: Speller(decode, tokens)
 
 
 POLL_SECONDS = 0.05

@@ -17,10 +17,12 @@ from staticllm.server.http.errors import ApiError
 from staticllm.server.settings import ServerSettings, client_name, is_local_name
 
 LOCAL_ORIGINS = (
-    r"null|(app|tauri|file|vscode-webview|vscode-file)://.*"
+    r"(app|tauri|file|vscode-webview|vscode-file)://.*"
     r"|https?://([a-z0-9-]+\.)*localhost(:\d+)?|https?://127\.\d+\.\d+\.\d+(:\d+)?|https?://\[::1\](:\d+)?"
 )
-"""Origins that may always send requests: desktop apps, files, and pages of this machine."""
+"""Origins that may always send requests: desktop apps, and pages of this machine."""
+OPAQUE = "null"
+"""The origin of a file, and of a sandboxed frame of any page: a browser does not say which."""
 CLIENT = "staticllm.client"
 """The entry of a request's scope that names its client for fairness."""
 METHODS = ("GET", "POST", "DELETE", "OPTIONS")
@@ -32,10 +34,13 @@ class Origins:
     def __init__(self, settings: ServerSettings) -> None:
         self.allows_all = "*" in settings.allowed_origins
         self.listed = tuple(origin.rstrip("/").lower() for origin in settings.allowed_origins)
+        self.allows_opaque = bool(settings.keys)
         self._local = re.compile(LOCAL_ORIGINS, re.IGNORECASE)
 
     def allows(self, origin: str) -> bool:
-        """Return whether a page of this origin may send requests."""
+        """Return whether a page of this origin may send requests. Files may if a key proves that they are not of any page."""
+        if origin.lower() == OPAQUE and self.allows_opaque:
+            return True
         return self.allows_all or bool(self._local.fullmatch(origin)) or origin.rstrip("/").lower() in self.listed
 
 
@@ -110,14 +115,9 @@ class AccessMiddleware:
         origin = headers.get("origin")
         if self._checks_host and not is_local_name(_name_of(host)):
             return ApiError(403, f"the host name {host[:200]!r} is not local: use 127.0.0.1", code="host_not_allowed")
-        is_same = origin is not None and urlsplit(origin).netloc == host
+        is_same = bool(host) and origin is not None and urlsplit(origin).netloc == host
         if origin is not None and not is_same and not self._origins.allows(origin):
-            return ApiError(
-                403,
-                f"the origin {origin[:200]!r} is not allowed: serve with --allowed-origins",
-                code="origin_not_allowed",
-                knob="--allowed-origins",
-            )
+            return _foreign(origin)
         number = self._key_of(headers.get("authorization", ""))
         if self._keys and number is None and scope["path"] not in self._open_paths:
             return ApiError(
@@ -143,6 +143,16 @@ class AccessMiddleware:
             if hmac.compare_digest(digest, key):
                 found = number
         return found
+
+
+def _foreign(origin: str) -> ApiError:
+    message = f"the origin {origin[:200]!r} is not allowed: serve with --allowed-origins"
+    if origin.lower() == OPAQUE:
+        message = (
+            "the origin 'null' is that of files, and of sandboxed frames of any page: serve with --api-key, or with "
+            "--allowed-origins null"
+        )
+    return ApiError(403, message, code="origin_not_allowed", knob="--allowed-origins")
 
 
 def _digest(key: str) -> bytes:

@@ -119,20 +119,28 @@ def forget_frames(error: BaseException | None) -> None:
         forget_frames(error.__context__)
 
 
+def too_long(limit: int, field: str, given: str, remedy: str, knob: str = "") -> ApiError:
+    """Return the answer to a ``field`` of a request that is longer than the model can take: it has what is ``given``.
+
+    Clients that shorten a conversation and try again know this error by the words of OpenAI's, which come first.
+    """
+    has = "have" if field.endswith("s") else "has"
+    return ApiError(
+        400,
+        f"This model's maximum context length is {limit} tokens. However, your {field} {has} {given}: {remedy}",
+        code="context_length_exceeded",
+        param=field,
+        knob=knob,
+    )
+
+
 def prompt_too_long(error: PromptTooLongError, field: str) -> ApiError:
     """Return the answer to a prompt, in this ``field`` of a request, with too many tokens."""
-    has = "have" if field.endswith("s") else "has"
     longer = f", or serve with --max-prompt-len {error.num_tokens} or more"
     if error.num_tokens > MAX_LEN:
         longer = f"; no model can be served with more than --max-prompt-len {MAX_LEN}"
-    return ApiError(
-        400,
-        f"This model's maximum context length for prompts is {error.limit} tokens, your {field} {has} "
-        f"{error.num_tokens} tokens: send less{longer}",
-        code="context_length_exceeded",
-        param=field,
-        knob="--max-prompt-len",
-    )
+    given = f"{error.num_tokens} tokens, of at most {error.limit} for prompts"
+    return too_long(error.limit, field, given, f"send less{longer}", "--max-prompt-len")
 
 
 def model_missing(name: str) -> ApiError:

@@ -95,7 +95,7 @@ async def read_form(request: Request, max_bytes: int, seconds: float) -> FormDat
 
 
 def checked_form(form: FormData, max_bytes: int) -> Form:
-    """Return the file of a form, and its other fields.
+    """Return the file of a form, and its other fields. Those that are empty count as absent: a form has no null.
 
     Raises ``ApiError`` (the file is missing, empty or too large, or a field is given twice).
     """
@@ -110,6 +110,8 @@ def checked_form(form: FormData, max_bytes: int) -> Form:
             continue
         if isinstance(value, UploadFile):
             raise ApiError(400, f"{name[:200]!r} is a file: must be a text", param=name[:200], code="invalid_value")
+        if not value:
+            continue
         if name.endswith(LIST_MARK):
             values.setdefault(name, []).append(value)
         elif name in values:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
@@ -17,6 +18,7 @@ from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
 from staticllm.pipelines.embedding.queue.device_queue import DeviceState
 from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.grammars.vocabulary import Vocabulary, read_vocabulary
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
 from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
@@ -104,6 +106,11 @@ class Loaded:
         if self.home is not None:
             return self.home.is_lost
         return self.is_apart and not self.kind.is_usable(self.pipeline)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens of a chat model; the first caller reads them."""
+        return read_vocabulary(cast(StaticLLMPipeline, self.pipeline).get_tokenizer())
 
 
 UNLOADED = Unloaded()
@@ -230,6 +237,13 @@ class ServedModel:
     def chat(self) -> StaticLLMPipeline:
         """The pipeline of a chat model that is loaded."""
         return cast(StaticLLMPipeline, self._loaded())
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens of a chat model that is loaded. Reading them takes about a second per 150,000, so use a thread."""
+        loaded = self.loaded
+        assert loaded is not None, "it is not loaded"
+        return loaded.vocabulary
 
     @property
     def embedding(self) -> StaticEmbeddingPipeline:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ from staticllm.pipelines.conversation.events import (
 )
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
 from staticllm.server.answers.answers import AnswerDelta, Part
-from staticllm.server.answers.results import token_logprobs
+from staticllm.server.answers.results import SpelledToken, Speller
 from staticllm.server.answers.stream import ChunkStream
 from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError, to_json
@@ -54,7 +54,7 @@ class _Begun:
 
 class AnswerForm:
     """Makes the objects of one answer. ``model`` is the name that the client sent, ``begin`` and ``loaded`` are moments of
-    ``time.perf_counter``; ``decode`` is None without log-probabilities. ``is_parsed``: whether increments have events."""
+    ``time.perf_counter``; ``speller`` is None without log-probabilities. ``is_parsed``: whether increments have events."""
 
     def __init__(
         self,
@@ -62,16 +62,17 @@ class AnswerForm:
         model: str,
         begin: float,
         loaded: float,
-        decode: Callable[[list[int]], str] | None,
+        speller: Speller | None,
         is_parsed: bool,
     ) -> None:
         self._form: Form = form
         self._model = model
         self._begin = begin
         self._loaded = loaded
-        self._decode = decode
+        self._speller = speller
         self._is_parsed = is_parsed
         self._begun: dict[int, _Begun] = {}
+        self._num_calls = 0
         self._logprobs: list[Object] = []  # of tokens that had no text yet
 
     def of(self, part: Part) -> Iterator[Object]:
@@ -83,8 +84,8 @@ class AnswerForm:
 
     def _pieces(self, delta: TextDelta) -> Iterator[Object]:
         """Yield the objects of an increment. A call is one object, when its arguments are complete."""
-        if self._decode is not None:
-            self._logprobs += _logprobs(delta, self._decode)
+        if self._speller is not None:
+            self._logprobs += map(_logprob, self._speller.spell(delta))
         plain = [ContentDelta(delta.text)] if delta.text else []
         for event in merged(delta.events) if self._is_parsed else plain:
             part = self._part(event)
@@ -104,7 +105,8 @@ class AnswerForm:
             self._begun.pop(event.index, None)
         elif isinstance(event, CallEnd):
             begun = self._begun.pop(event.index)
-            call = _call(event.index, begun.id, begun.name, "".join(begun.arguments))
+            call = _call(self._num_calls, begun.id, begun.name, "".join(begun.arguments))
+            self._num_calls += 1
             return part_of(self._form, calls=[call])
         return None
 
@@ -112,16 +114,16 @@ class AnswerForm:
         """Return the last object of a stream."""
         return {**self._head(), **part_of(self._form), **self._taken_logprobs(), **self._end(output)}
 
-    def whole(self, output: RequestOutput) -> Object:
-        """Return an answer that is not streamed."""
-        message = output.message
-        if message is None:
-            part = part_of(self._form, output.text)
-        else:
-            calls = [_call(index, call.id, call.name, call.arguments) for index, call in enumerate(message.tool_calls)]
-            part = part_of(self._form, message.content, message.reasoning_content, calls)
-        found = {} if self._decode is None else {"logprobs": _logprobs(output, self._decode)}
-        return {**self._head(), **part, **found, **self._end(output)}
+    def whole(self, parts: Sequence[Part]) -> Object:
+        """Return the whole of an answer: that of the objects that a stream would have."""
+        *pieces, last = [piece for part in parts for piece in self.of(part)]
+        texts = [piece if self._form == "generate" else piece["message"] for piece in pieces]
+        content = "".join(text["response" if self._form == "generate" else "content"] for text in texts)
+        thinking = "".join(text.get("thinking", "") for text in texts)
+        calls = [call for text in texts for call in text.get("tool_calls", ())]
+        logprobs = [entry for piece in (*pieces, last) for entry in piece.get("logprobs", ())]
+        found = {} if self._speller is None else {"logprobs": logprobs}
+        return {**last, **part_of(self._form, content, thinking, calls), **found}
 
     def _head(self) -> Object:
         return {"model": self._model, "created_at": timestamp(time.time())}
@@ -173,9 +175,8 @@ def _parsed(arguments: str) -> Object:
     return found if isinstance(found, dict) else {"arguments": arguments}
 
 
-def _logprobs(delta: TextDelta | RequestOutput, decode: Callable[[list[int]], str]) -> list[Object]:
-    found = token_logprobs(delta.tokens, delta.logprobs, decode)
-    return [{name: entry[name] for name in ("token", "logprob", "bytes")} for entry in found]
+def _logprob(token: SpelledToken) -> Object:
+    return {name: value for name, value in token.entry().items() if name != "top_logprobs"}
 
 
 class LineStream(ChunkStream):

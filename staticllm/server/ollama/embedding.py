@@ -9,7 +9,7 @@ import numpy as np
 from starlette.responses import Response
 
 from staticllm.server.endpoint import ApiCall
-from staticllm.server.http.errors import ApiError, json_response
+from staticllm.server.http.errors import json_response, too_long
 from staticllm.server.models.served import ServedModel
 from staticllm.server.ollama.fields import (
     OllamaEmbeddingsRequest,
@@ -71,12 +71,7 @@ async def _vectors(
 def _submit(model: ServedModel, is_truncated: bool, texts: list[str], dimensions: int | None, priority: int) -> Any:
     pipeline = model.embedding
     if not is_truncated and (longest := max(pipeline.count_tokens(texts))) > pipeline.max_length:
-        raise ApiError(
-            400,
-            f"the input has {longest} tokens, more than the context length of {pipeline.max_length}: shorten it, or leave "
-            "truncate out",
-            code="context_length_exceeded",
-        )
+        raise too_long(pipeline.max_length, "input", f"{longest} tokens", "shorten it, or leave truncate out")
     return pipeline.submit_texts(
         texts, prompt="", dimensions=dimensions, priority=priority
     )  # as Ollama: the text as it is

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.responses import Response
 
-from staticllm.server.answers.answers import Answers, Close, Handles, respond
+from staticllm.server.answers.answers import Answers, Close, respond
 from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of
+from staticllm.server.answers.results import speller_of
 from staticllm.server.answers.work import is_proactive
 from staticllm.server.catalog import ModelFacts, current_facts
 from staticllm.server.endpoint import ApiCall
@@ -27,6 +29,8 @@ from staticllm.server.ollama.fields import (
     seconds_of,
     served_name,
 )
+
+_log = logging.getLogger("staticllm.server")
 
 
 def asked_of(
@@ -154,24 +158,37 @@ async def _answer(
     try:
         loaded = time.perf_counter()
         call.state.hub.keep_alive(model, seconds)
+        _say_ignored(call, model, body)
         if body.think or tools:
             _check(body, tools, await call.state.workers.run(lambda: current_facts(model)))
-        decode = model.chat.get_tokenizer().decode if body.logprobs else None
+        speller = (await call.state.workers.run(lambda: speller_of(model)))() if body.logprobs else None
         asked = asked_of(body, model.chat.config.max_seq_len, tools, is_raw)
         asks = [Ask.of(inputs, asked, is_proactive=is_proactive(call, model))]
-        maker = AnswerForm(form, body.model, begin, loaded, decode, not is_raw)
+        maker = AnswerForm(form, body.model, begin, loaded, speller, not is_raw)
     except BaseException:
         call.state.hub.release(model)
         raise
-
-    def whole(handles: Handles) -> dict[str, Any]:
-        return maker.whole(handles[0][0])
 
     def stream(answers: Answers, close: Close) -> Response:
         return LineStream(call, _pieces(maker, answers), close)
 
     field = "prompt" if form == "generate" else "messages"
-    return await respond(call, model, asks, field, whole, stream if body.stream else None)
+    return await respond(call, model, asks, field, maker.whole, stream if body.stream else None)
+
+
+def _say_ignored(call: ApiCall, model: ServedModel, body: OllamaGeneration) -> None:
+    """Log a context that is longer than the model's, once per model: clients send the same one with every request."""
+    wanted = body.options.num_ctx or 0
+    config = model.chat.config
+    if wanted > config.max_seq_len and call.state.is_first(f"num_ctx {model.spec.name}"):
+        _log.warning(
+            "num_ctx=%d has no effect: %r has a context of %d tokens, %d of them for prompts; serve with --max-prompt-len %d",
+            wanted,
+            model.spec.name,
+            config.max_seq_len,
+            config.max_prompt_len,
+            wanted,
+        )
 
 
 def _check(body: OllamaGeneration, tools: Sequence[OllamaTool], facts: ModelFacts) -> None:

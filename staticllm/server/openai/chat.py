@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -12,22 +12,22 @@ from starlette.responses import Response
 from staticllm.pipelines.conversation.events import (
     ArgumentsDelta,
     CallBegin,
+    CallBroken,
     ContentDelta,
     Event,
     ReasoningDelta,
     merged,
 )
-from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
-from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Answers, Close, Handles, Part, Usage, respond
+from staticllm.pipelines.text.output_processor import RequestOutput
+from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Part
 from staticllm.server.answers.asks import AnswerFields, Ask, schema_of
 from staticllm.server.answers.fields import Fields, Function, MessageFields
 from staticllm.server.answers.messages import MAX_MESSAGES, Message, template_messages
-from staticllm.server.answers.results import PromptProgress, finish_reason, timings_of, token_logprobs
+from staticllm.server.answers.results import PromptProgress, finish_reason, timings_of
 from staticllm.server.answers.work import is_proactive
 from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError
-from staticllm.server.models.served import ServedModel
-from staticllm.server.openai.generation import Chunk, Chunks, Decode, SamplingFields, head_of, stream_of
+from staticllm.server.openai.generation import Chunk, Chunks, SamplingFields, Spellers, answered, head_of
 
 
 class JsonSchema(Fields):
@@ -67,11 +67,16 @@ class ChatRequest(SamplingFields):
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = Field(None, max_length=512)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["none", "auto"] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs
 
     def asked_chat(self) -> AnswerFields:
         """Return what a request asks for. Raises ``ApiError`` (fields contradict each other, or ask for what is not there)."""
@@ -96,9 +101,9 @@ class ChatRequest(SamplingFields):
         return self.asked(
             max_tokens=limit,
             json_schema=None if format is None else schema_of(format.type, None if named is None else named.schema_),
-            wants_logprobs=self.logprobs,
             tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
             tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
             context={**(self.chat_template_kwargs or {}), **effort},
         )
 
@@ -111,74 +116,44 @@ async def chat_completions(call: ApiCall, body: ChatRequest) -> Response:
     is_behind = is_proactive(call, model, body.service_tier, body.priority)
     shown = body.tier_shown(is_behind)
     asks = [Ask.of(messages, asked, index, body.priority, is_behind) for index in range(body.num_handles)]
-
-    def stream(answers: Answers, close: Close) -> Response:
-        decode = model.chat.get_tokenizer().decode if body.logprobs else None
-        chunks = ChatChunks(model.spec.name, body.has_usage_chunk, decode, shown)
-        return stream_of(call, body, model, answers, close, chunks)
-
+    head = {**head_of("chatcmpl", "chat.completion.chunk", model.spec.name), **shown}
     await call.acquire(model)
-    return await respond(
-        call, model, asks, "messages", partial(_completion, body, model, shown), stream if body.stream else None
-    )
-
-
-def _completion(body: ChatRequest, model: ServedModel, shown: dict[str, str], handles: Handles) -> dict[str, Any]:
-    decode = model.chat.get_tokenizer().decode
-    choices = []
-    for index, output in enumerate(output for outputs in handles for output in outputs):
-        logprobs = None
-        if body.logprobs:
-            logprobs = {"content": token_logprobs(output.tokens, output.logprobs, decode), "refusal": None}
-        choices.append(
-            {
-                "index": index,
-                "message": _message(output),
-                "logprobs": logprobs,
-                "finish_reason": finish_reason(output.finish_reason),
-            }
-        )
-    return {
-        **head_of("chatcmpl", "chat.completion", model.spec.name),
-        **shown,
-        "choices": choices,
-        "usage": Usage.of(handles, body.num_handles).as_dict(),
-        "timings": timings_of(handles[0][0]),
-    }
-
-
-def _message(output: RequestOutput) -> dict[str, Any]:
-    """Return the message of an answer; ``content`` is null if there are only calls."""
-    if output.message is None:
-        return {"role": "assistant", "content": output.text, "refusal": None}
-    return {**output.message.to_dict(), "refusal": None}
+    return await answered(call, body, model, asks, "messages", partial(ChatChunks, head, body))
 
 
 class ChatChunks(Chunks):
-    """Makes the chunks of a streamed chat."""
+    """Makes the chunks of a chat.
 
-    def __init__(self, model: str, has_usage: bool, decode: Decode | None, shown: dict[str, str]) -> None:
-        """``shown``: the tier, if the request named one."""
-        super().__init__({**head_of("chatcmpl", "chat.completion.chunk", model), **shown}, has_usage, decode)
+    A chunk cannot be taken back, so those of a call are held until its end, unless the call is required: until then it may turn
+    out to be none.
+    """
+
+    WHOLE = "chat.completion"
+
+    def __init__(self, head: Chunk, body: ChatRequest, spellers: Spellers | None) -> None:
+        super().__init__(head, body, spellers)
         self._logprobs: dict[int, list[dict[str, Any]]] = {}  # of tokens that had no text yet, by answer
+        self._calls: dict[int, _Calls] = {}  # by answer
+        self._are_calls_certain = body.tool_choice not in (None, "none", "auto")
 
     def begin(self, index: int) -> Iterable[Chunk]:
         return [self._chunk(index, {"role": "assistant", "content": ""})]
 
     def of(self, part: Part | PromptProgress) -> Iterator[Chunk]:
         if isinstance(part, AnswerDelta):
-            yield from self._of_delta(part.index, part.delta)
+            yield from self._of_delta(part)
         elif isinstance(part, AnswerEnd):
-            yield self._of_end(part.index, part.outputs[0])
+            for place, output in enumerate(part.outputs):
+                yield self._of_end(part.index + place, output)
         else:
             yield {**self._chunk(0, {}), "prompt_progress": part.as_dict()}
 
-    def _of_delta(self, index: int, delta: TextDelta) -> Iterator[Chunk]:
-        if self._decode is not None:
-            self._logprobs.setdefault(index, []).extend(token_logprobs(delta.tokens, delta.logprobs, self._decode))
-        for event in merged(delta.events):
-            fields = _fields_of(event)
-            if fields:
+    def _of_delta(self, part: AnswerDelta) -> Iterator[Chunk]:
+        index = part.index
+        self._logprobs.setdefault(index, []).extend(token.entry() for token in self._spelled(part))
+        calls = self._calls.setdefault(index, _Calls(self._are_calls_certain))
+        for event in merged(part.delta.events):
+            for fields in calls.fields_of(event):
                 yield self._chunk(index, fields, logprobs=self._logprobs.pop(index, []))
 
     def _of_end(self, index: int, output: RequestOutput) -> Chunk:
@@ -197,16 +172,72 @@ class ChatChunks(Chunks):
             chunk["usage"] = None
         return chunk
 
+    def joined(self, index: int, choices: Sequence[Chunk]) -> Chunk:
+        deltas = [choice["delta"] for choice in choices]
+        entries = [entry for choice in choices for entry in (choice["logprobs"] or {}).get("content", ())]
+        return {
+            "index": index,
+            "message": _message(deltas),
+            "logprobs": None if self._new_speller is None else {"content": entries, "refusal": None},
+            "finish_reason": choices[-1]["finish_reason"],
+        }
 
-def _fields_of(event: Event) -> Chunk:
-    """Return the ``delta`` of an event; empty if there is nothing to say."""
-    if isinstance(event, ContentDelta):
-        return {"content": event.text}
-    if isinstance(event, ReasoningDelta):
-        return {"reasoning_content": event.text}
-    if isinstance(event, CallBegin):
-        function = {"name": event.name, "arguments": ""}
-        return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
-    if isinstance(event, ArgumentsDelta):
-        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
-    return {}
+
+def _message(deltas: Sequence[Chunk]) -> dict[str, Any]:
+    """Return the message that deltas make; ``content`` is null if there are only calls."""
+    content = "".join(delta.get("content", "") for delta in deltas)
+    reasoning = "".join(delta.get("reasoning_content", "") for delta in deltas)
+    calls: dict[int, dict[str, Any]] = {}
+    for call in (call for delta in deltas for call in delta.get("tool_calls", ())):
+        known = calls.setdefault(
+            call["index"], {"id": call.get("id"), "type": "function", "function": {"arguments": ""}}
+        )
+        arguments = known["function"]["arguments"] + call["function"]["arguments"]
+        known["function"] = {"name": call["function"].get("name"), **known["function"], "arguments": arguments}
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message |= {"content": content if content.strip() else None, "tool_calls": [*calls.values()]}
+    return message
+
+
+class _Calls:
+    """Makes the ``delta`` fields of the events of one answer. Calls that are not ``are_certain`` are held until their ends."""
+
+    def __init__(self, are_certain: bool) -> None:
+        self._are_certain = are_certain
+        self._num_calls = 0
+        self._held: list[Chunk] | None = None  # of the call that has begun, if it is held
+
+    def fields_of(self, event: Event) -> list[Chunk]:
+        """Return the fields of each ``delta`` that an event makes ready."""
+        if isinstance(event, ContentDelta):
+            return [{"content": event.text}]
+        if isinstance(event, ReasoningDelta):
+            return [{"reasoning_content": event.text}]
+        if isinstance(event, CallBegin):
+            function = {"name": event.name, "arguments": ""}
+            self._held = None if self._are_certain else []
+            return self._ready({"index": self._num_calls, "id": event.id, "type": "function", "function": function})
+        if isinstance(event, ArgumentsDelta):
+            return self._ready({"index": self._num_calls, "function": {"arguments": event.text}})
+        return self._ended(isinstance(event, CallBroken))
+
+    def _ended(self, is_broken: bool) -> list[Chunk]:
+        """Return the call that has ended, in one piece, if it was held and is one."""
+        held = self._held
+        self._held = None
+        if is_broken and not self._are_certain:
+            return []
+        self._num_calls += 1
+        if not held:
+            return []
+        arguments = "".join(part["function"]["arguments"] for part in held)
+        return [{"tool_calls": [{**held[0], "function": {**held[0]["function"], "arguments": arguments}}]}]
+
+    def _ready(self, call: Chunk) -> list[Chunk]:
+        if self._held is None:
+            return [{"tool_calls": [call]}]
+        self._held.append(call)
+        return []

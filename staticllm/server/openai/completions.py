@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -11,16 +11,14 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from staticllm.core import MAX_ANSWERS
-from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
-from staticllm.server.answers.answers import AnswerEnd, Answers, Close, Handles, Part, Usage, respond
+from staticllm.server.answers.answers import AnswerEnd, Part
 from staticllm.server.answers.asks import Ask
 from staticllm.server.answers.fields import Ids
-from staticllm.server.answers.results import PromptProgress, finish_reason, timings_of
+from staticllm.server.answers.results import PromptProgress, SpelledToken, finish_reason, timings_of
 from staticllm.server.answers.work import is_proactive
 from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError
-from staticllm.server.models.served import ServedModel
-from staticllm.server.openai.generation import Chunk, Chunks, Decode, SamplingFields, head_of, stream_of
+from staticllm.server.openai.generation import Chunk, Chunks, SamplingFields, answered, head_of
 
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_ANSWERS)]
 Prompts = str | Texts | Ids | Annotated[list[Ids], Field(fail_fast=True, min_length=1, max_length=MAX_ANSWERS)]
@@ -40,6 +38,10 @@ class CompletionRequest(SamplingFields):
     best_of: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     suffix: str | None = None
 
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
 
 async def completions(call: ApiCall, body: CompletionRequest) -> Response:
     """Continue prompts."""
@@ -50,26 +52,16 @@ async def completions(call: ApiCall, body: CompletionRequest) -> Response:
         raise ApiError(400, f"{len(prompts)} prompts with n={body.n}: at most {MAX_ANSWERS} answers", param="prompt")
     if body.is_search and not isinstance(prompts[0], str):
         raise ApiError(400, "num_beams with token ids: give the prompt as text", param="num_beams")
-    asked = body.asked(
-        max_tokens=body.max_tokens, wants_logprobs=body.logprobs is not None, is_chat=False, more={"echo": body.echo}
-    )
+    asked = body.asked(max_tokens=body.max_tokens, is_chat=False, more={"echo": body.echo})
     is_behind = is_proactive(call, model, body.service_tier, body.priority)
-    shown = body.tier_shown(is_behind)
     asks = [
-        Ask.of(prompt if isinstance(prompt, str) else np.array(prompt), asked, index, body.priority, is_behind)
-        for prompt in prompts
+        Ask.of(prompt, asked, index, body.priority, is_behind)
+        for prompt in (prompt if isinstance(prompt, str) else np.array(prompt) for prompt in prompts)
         for index in range(body.num_handles)
     ]
-
-    def stream(answers: Answers, close: Close) -> Response:
-        decode = None if body.logprobs is None else model.chat.get_tokenizer().decode
-        chunks = TextChunks(model.spec.name, body.has_usage_chunk, decode, shown)
-        return stream_of(call, body, model, answers, close, chunks)
-
+    head = {**head_of("cmpl", "text_completion", model.spec.name), **body.tier_shown(is_behind)}
     await call.acquire(model)
-    return await respond(
-        call, model, asks, "prompt", partial(_completion, body, model, shown), stream if body.stream else None
-    )
+    return await answered(call, body, model, asks, "prompt", partial(TextChunks, head, body))
 
 
 def _check(body: CompletionRequest) -> None:
@@ -103,57 +95,47 @@ def _prompts_of(prompt: Prompts) -> list[str] | list[list[int]]:
     return [each for each in prompt if isinstance(each, list)]
 
 
-def _completion(body: CompletionRequest, model: ServedModel, shown: dict[str, str], handles: Handles) -> dict[str, Any]:
-    decode = model.chat.get_tokenizer().decode
-    choices = []
-    for index, output in enumerate(output for outputs in handles for output in outputs):
-        text = (decode(output.echo) if output.echo else "") + output.text
-        logprobs = None if body.logprobs is None else _logprobs_of(output, decode, 0)
-        choices.append(_choice_of(index, text, logprobs, finish_reason(output.finish_reason)))
-    usage = Usage.of(handles, body.num_handles).as_dict()
-    head = head_of("cmpl", "text_completion", model.spec.name)
-    return {**head, **shown, "choices": choices, "usage": usage, "timings": timings_of(handles[0][0])}
-
-
 class TextChunks(Chunks):
-    """Makes the chunks of a streamed completion."""
+    """Makes the chunks of a completion."""
 
-    def __init__(self, model: str, has_usage: bool, decode: Decode | None, shown: dict[str, str]) -> None:
-        """``shown``: the tier, if the request named one."""
-        head = {**head_of("cmpl", "text_completion", model), **shown}
-        super().__init__({**head, "usage": None} if has_usage else head, has_usage, decode)
-        self._lengths: dict[int, int] = {}  # characters of each answer that were sent
+    WHOLE = "text_completion"
 
     def of(self, part: Part | PromptProgress) -> Iterator[Chunk]:
         if isinstance(part, PromptProgress):
             yield {**self._chunk(0, ""), "prompt_progress": part.as_dict()}
         elif isinstance(part, AnswerEnd):
-            last = self._chunk(part.index, "", reason=finish_reason(part.outputs[0].finish_reason))
-            yield last if self._has_usage else {**last, "timings": timings_of(part.outputs[0])}
+            for place, output in enumerate(part.outputs):
+                last = self._chunk(part.index + place, "", reason=finish_reason(output.finish_reason))
+                yield last if self._has_usage else {**last, "timings": timings_of(output)}
         else:
-            delta = part.delta
-            start = self._lengths.get(part.index, 0)
-            self._lengths[part.index] = start + len(delta.text)
-            logprobs = None if self._decode is None else _logprobs_of(delta, self._decode, start)
-            if delta.text or logprobs:
-                yield self._chunk(part.index, delta.text, logprobs)
+            tokens = self._spelled(part)
+            if part.delta.text or tokens:
+                yield self._chunk(part.index, part.delta.text, _logprobs_of(tokens) if tokens else None)
 
     def _chunk(self, index: int, text: str, logprobs: Chunk | None = None, reason: str | None = None) -> Chunk:
-        return {**self._head, "choices": [_choice_of(index, text, logprobs, reason)]}
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head, **({"usage": None} if self._has_usage else {}), "choices": [choice]}
+
+    def joined(self, index: int, choices: Sequence[Chunk]) -> Chunk:
+        logprobs = None if self._new_speller is None else _logprobs_of([])
+        for found in (choice["logprobs"] for choice in choices if choice["logprobs"] is not None):
+            logprobs = {name: value and [*(logprobs or {})[name], *value] for name, value in found.items()}
+        text = "".join(choice["text"] for choice in choices)
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choices[-1]["finish_reason"]}
 
 
-def _choice_of(index: int, text: str, logprobs: Chunk | None, reason: str | None) -> Chunk:
-    """Return a choice of a completion."""
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-
-def _logprobs_of(delta: TextDelta | RequestOutput, decode: Decode, start: int) -> dict[str, Any]:
-    """Return the log-probabilities of tokens whose text begins at character ``start`` of the answer."""
-    texts = [decode([token]) for token in delta.tokens]
-    offsets = [start + sum(map(len, texts[:index])) for index in range(len(texts))]
+def _logprobs_of(tokens: Sequence[SpelledToken]) -> dict[str, Any]:
+    """Return the log-probabilities of tokens. One that is a part of a character is written as OpenAI does it, by its bytes."""
     return {
-        "tokens": texts,
-        "token_logprobs": [max(logprob, -9999.0) for logprob in delta.logprobs],
+        "tokens": [_written(token) for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
         "top_logprobs": None,
-        "text_offset": offsets,
+        "text_offset": [token.offset for token in tokens],
+        "bytes": [token.entry()["bytes"] for token in tokens],
     }
+
+
+def _written(token: SpelledToken) -> str:
+    if token.is_text or token.bytes is None:
+        return token.text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.bytes)

@@ -5,19 +5,26 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 from pydantic import Field
 from starlette.responses import Response
 
 from staticllm.core import MAX_ANSWERS
 from staticllm.pipelines.generation.options.table import MAX_BEAMS
-from staticllm.pipelines.text.output_processor import RequestOutput
-from staticllm.server.answers.answers import AnswerEnd, Answers, Close, Part, Usage
-from staticllm.server.answers.asks import AnswerFields, numbers_of
+from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Answers, Close, Part, Usage, respond
+from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of
 from staticllm.server.answers.fields import Fields, IgnoredFields, Priority, Stop, Text, number_fields
-from staticllm.server.answers.results import PromptProgress, timings_of, with_progress
+from staticllm.server.answers.results import (
+    PromptProgress,
+    SpelledToken,
+    Speller,
+    speller_of,
+    timings_of,
+    with_progress,
+)
 from staticllm.server.answers.stream import ChunkStream
 from staticllm.server.answers.work import TierFields
 from staticllm.server.endpoint import ApiCall
@@ -25,7 +32,6 @@ from staticllm.server.http.errors import ApiError
 from staticllm.server.models.served import ServedModel
 
 Chunk = dict[str, Any]
-Decode = Callable[[list[int]], str]
 
 
 class StreamOptions(Fields):
@@ -55,6 +61,11 @@ class SamplingFields(number_fields(IgnoredFields, "openai"), TierFields):  # typ
     def has_usage_chunk(self) -> bool:
         """Whether a stream ends with a chunk about tokens."""
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether each token has its log-probability."""
+        raise NotImplementedError
 
     @property
     def num_handles(self) -> int:
@@ -91,18 +102,30 @@ class SamplingFields(number_fields(IgnoredFields, "openai"), TierFields):  # typ
             more={name: value for name, value in more.items() if value is not None},
             num_answers=self.n,
             num_beams=self.num_beams or 1,
+            wants_logprobs=self.wants_logprobs,
             **rest,
         )
 
 
-class Chunks:
-    """Makes the chunks of one stream, all of which begin with ``head``. Subclasses say what a part becomes."""
+Spellers = Callable[[], Speller]
 
-    def __init__(self, head: Chunk, has_usage: bool, decode: Decode | None) -> None:
-        """``decode`` is None without log-probabilities."""
+
+class Chunks:
+    """Makes the chunks of a request's answers, and the whole of them; both begin with ``head``.
+
+    Subclasses say what a part of an answer becomes, and what the chunks of one make together.
+    """
+
+    WHOLE: ClassVar[str]
+    """OpenAI's name of the whole object."""
+
+    def __init__(self, head: Chunk, body: SamplingFields, spellers: Spellers | None) -> None:
+        """``spellers`` is None without log-probabilities."""
         self._head = head
-        self._has_usage = has_usage
-        self._decode = decode
+        self._per_prompt = body.num_handles
+        self._has_usage = body.has_usage_chunk
+        self._new_speller = spellers
+        self._spellers: dict[int, Speller] = {}
 
     def begin(self, index: int) -> Iterable[Chunk]:
         """Return what an answer begins with."""
@@ -112,9 +135,37 @@ class Chunks:
         """Yield the chunks of a part: of an increment, of the end of an answer, or of a prompt that runs."""
         raise NotImplementedError
 
-    def usage(self, usage: Usage, first: RequestOutput) -> Chunk:
-        """Return the chunk about tokens, with the times of the ``first`` answer."""
-        return {**self._head, "choices": [], "usage": usage.as_dict(), "timings": timings_of(first)}
+    def joined(self, index: int, choices: Sequence[Chunk]) -> Chunk:
+        """Return the choice that those of the chunks of answer ``index`` make together."""
+        raise NotImplementedError
+
+    def usage(self, ends: Sequence[AnswerEnd]) -> Chunk:
+        """Return the chunk about the tokens of all answers, with the times of the first one."""
+        return {**self._head, "choices": [], **self._counts(ends)}
+
+    def whole(self, parts: Sequence[Part]) -> Chunk:
+        """Return the whole of all answers: that of the chunks that a stream would have."""
+        choices: dict[int, list[Chunk]] = {}
+        for part in parts:
+            for chunk in self.of(part):
+                for choice in chunk["choices"]:
+                    choices.setdefault(choice["index"], []).append(choice)
+        joined = [self.joined(index, found) for index, found in sorted(choices.items())]
+        ends = [part for part in parts if isinstance(part, AnswerEnd)]
+        return {**self._head, "object": self.WHOLE, "choices": joined, **self._counts(ends)}
+
+    def _counts(self, ends: Sequence[AnswerEnd]) -> Chunk:
+        first = min(ends, key=lambda end: end.index)
+        usage = Usage.of_ends(ends, self._per_prompt)
+        return {"usage": usage.as_dict(), "timings": timings_of(first.outputs[0])}
+
+    def _spelled(self, part: AnswerDelta) -> list[SpelledToken]:
+        """Return the tokens of an increment with their log-probabilities; none if nobody asked for them."""
+        if self._new_speller is None:
+            return []
+        if part.index not in self._spellers:
+            self._spellers[part.index] = self._new_speller()
+        return self._spellers[part.index].spell(part.delta)
 
 
 def head_of(prefix: str, kind: str, model: str) -> Chunk:
@@ -128,19 +179,44 @@ def stream_of(
     """Return the stream of a request's answers, which ends with a chunk about tokens if the request has asked for it."""
 
     async def generate() -> AsyncGenerator[list[Chunk], None]:
-        begin = [chunk for index in range(body.num_handles) for chunk in chunks.begin(index)]
+        begin = [chunk for index in range(answers.num_answers) for chunk in chunks.begin(index)]
         if begin:
             yield begin
-        handles: dict[int, list[RequestOutput]] = {}
+        ends: list[AnswerEnd] = []
         found = with_progress(model.local_engine, answers) if body.return_progress else answers.batches()
         async with contextlib.aclosing(found) as batches:
             async for parts in batches:
                 ready = [chunk for part in parts for chunk in chunks.of(part)]
-                handles |= {part.index: part.outputs for part in parts if isinstance(part, AnswerEnd)}
-                if body.has_usage_chunk and len(handles) == body.num_handles:
-                    usage = Usage.of([handles[index] for index in sorted(handles)], body.num_handles)
-                    ready.append(chunks.usage(usage, handles[0][0]))
+                ends += [part for part in parts if isinstance(part, AnswerEnd)]
                 if ready:
                     yield ready
+        if body.has_usage_chunk:
+            yield [chunks.usage(ends)]
 
     return ChunkStream(call, generate(), close)
+
+
+async def answered(
+    call: ApiCall,
+    body: SamplingFields,
+    model: ServedModel,
+    asks: Sequence[Ask],
+    field: str,
+    chunks_with: Callable[[Spellers | None], Chunks],
+) -> Response:
+    """Run answers on a model that the caller has acquired, as ``respond``: a stream and a whole answer have the same chunks.
+
+    ``chunks_with`` makes the chunks with what spells tokens, which is None without log-probabilities.
+    """
+    chunks: Chunks
+
+    def stream(answers: Answers, close: Close) -> Response:
+        return stream_of(call, body, model, answers, close, chunks)
+
+    try:
+        spellers = await call.state.workers.run(partial(speller_of, model)) if body.wants_logprobs else None
+        chunks = chunks_with(spellers)
+    except BaseException:
+        call.state.hub.release(model)
+        raise
+    return await respond(call, model, asks, field, chunks.whole, stream if body.stream else None)

@@ -14,9 +14,11 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from staticllm.pipelines.conversation.sandbox import MAX_CHARS
+from staticllm.pipelines.text.detokenizer import INCOMPLETE
 from staticllm.pipelines.text.input_processor import check_ids, encode_messages
 from staticllm.server.answers.fields import Fields, Text, TokenId
 from staticllm.server.answers.messages import MAX_MESSAGES, Message, template_messages
+from staticllm.server.answers.results import is_text
 from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError, json_response, to_json
 from staticllm.server.models.served import ServedModel
@@ -90,19 +92,22 @@ def _encoded(model: ServedModel, body: TokenizeRequest, text: Any) -> list[int]:
     return found
 
 
-async def _pieces(workers: Workers, model: ServedModel, ids: list[int]) -> dict[int, str]:
-    """Return the text of each token by its id."""
+async def _pieces(workers: Workers, model: ServedModel, ids: list[int]) -> dict[int, str | list[int]]:
+    """Return the text of each token by its id; of one that is a part of a character its bytes, as llama.cpp does."""
     different = sorted(await workers.run(lambda: set(ids)))
     decode = model.chat.get_tokenizer().decode
-    found: dict[int, str] = {}
+    found: dict[int, str | list[int]] = {}
     for start in range(0, len(different), DECODED):
         part = different[start : start + DECODED]
         texts = await workers.run(partial(decode, [[token] for token in part]))
         found.update(zip(part, texts, strict=True))
+    if parts := [token for token in different if INCOMPLETE in found[token]]:
+        tokens = (await workers.run(lambda: model.vocabulary)).tokens
+        found.update((token, [*tokens[token]]) for token in parts if not is_text(tokens[token]))
     return found
 
 
-def _shown(ids: list[int], pieces: dict[int, str] | None) -> str:
+def _shown(ids: list[int], pieces: dict[int, str | list[int]] | None) -> str:
     """Return the JSON of some of the tokens, without the brackets."""
     shown: list[Any] = ids if pieces is None else [{"id": token, "piece": pieces[token]} for token in ids]
     return to_json(shown)[1:-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,9 +12,9 @@ from typing import Any
 from starlette.responses import Response
 
 from staticllm.pipelines.text.output_processor import RequestOutput
-from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Answers, Close, Handles, Part, Usage, respond
+from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Answers, Close, Part, Usage, respond
 from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of, schema_of
-from staticllm.server.answers.results import finish_reason
+from staticllm.server.answers.results import finish_reason, speller_of
 from staticllm.server.answers.stream import ChunkStream, EventFrame
 from staticllm.server.answers.work import is_proactive
 from staticllm.server.catalog import context_length
@@ -23,7 +23,7 @@ from staticllm.server.http.errors import ApiError, to_json
 from staticllm.server.models.served import ServedModel
 from staticllm.server.responses.events import EventMaker
 from staticllm.server.responses.fields import ResponsesRequest
-from staticllm.server.responses.items import Item, Message, input_items, items_of, messages_of, new_id, resolved
+from staticllm.server.responses.items import Item, Message, input_items, messages_of, new_id, resolved
 from staticllm.server.responses.store import ResponseStore, StoredResponse
 
 _TOOL = {"name", "description", "parameters"}
@@ -47,14 +47,21 @@ async def create(store: ResponseStore, call: ApiCall, body: ResponsesRequest) ->
     shown = body.tier_shown(is_behind)
     maker = ResponseMaker(body, model, store, call.client, tuple(conversation), shown)
     await call.state.workers.run(maker.check)
-
-    def stream(answers: Answers, close: Close) -> Response:
-        return ResponseStream(call, maker, answers, close)
-
     asked = asked_of(body, context_length(model, call.state.settings))
     asks = [Ask.of([*system, *conversation], asked, 0, body.priority, is_behind)]
     await call.acquire(model)
-    return await respond(call, model, asks, "input", maker.whole, stream if body.stream else None)
+    try:
+        speller = (await call.state.workers.run(partial(speller_of, model)))() if body.wants_logprobs else None
+    except BaseException:
+        call.state.hub.release(model)
+        raise
+    events = EventMaker(speller)
+
+    def stream(answers: Answers, close: Close) -> Response:
+        return ResponseStream(call, maker, events, answers, close)
+
+    whole = partial(maker.whole, events)
+    return await respond(call, model, asks, "input", whole, stream if body.stream else None)
 
 
 def _no_input(is_given: bool) -> ApiError:
@@ -81,10 +88,12 @@ def asked_of(body: ResponsesRequest, max_seq_len: int | None) -> AnswerFields:
         stop=body.stop,
         max_tokens=max_seq_len if limit is None and is_truncated else limit,
         json_schema=schema_of(body.text.format.type, body.text.format.schema_),
+        wants_logprobs=body.wants_logprobs,
         tools=[
             {"type": "function", "function": tool.model_dump(include=_TOOL, exclude_none=True)} for tool in body.tools
         ],
         tool_choice=_tool_choice(body.tool_choice),
+        parallel_tool_calls=body.parallel_tool_calls,
         context={**(body.chat_template_kwargs or {}), **({} if effort is None else {"reasoning_effort": effort})},
         is_truncated=is_truncated,
     )
@@ -146,11 +155,14 @@ class ResponseMaker:
         except ValueError:
             raise ApiError(400, "a number of the request is not finite: leave it out", code="invalid_value") from None
 
-    def whole(self, handles: Handles) -> dict[str, Any]:
-        """Return an answer that is not streamed."""
-        output = handles[0][0]
-        assert output.message is not None, "answers are parsed"
-        return self.finished(output, items_of(output.message, _Result.of(output).status))
+    def whole(self, events: EventMaker, parts: Sequence[Part]) -> dict[str, Any]:
+        """Return the whole of an answer: that of the events that a stream would have."""
+        for part in parts:
+            for _ in _events_of(events, part):
+                pass
+        last = parts[-1]
+        assert isinstance(last, AnswerEnd), "answers end"
+        return self.finished(last.outputs[0], events.items)
 
     def unfinished(self, error: dict[str, Any] | None = None) -> dict[str, Any]:
         """Return the answer before its end, or the one that failed."""
@@ -203,7 +215,7 @@ class ResponseMaker:
             "max_output_tokens": body.max_output_tokens,
             "model": self._model.spec.name,
             "output": items,
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort, "summary": None},
             "store": body.store,
@@ -226,11 +238,16 @@ class ResponseStream(ChunkStream):
     END_MARK = ""
 
     def __init__(
-        self, call: ApiCall, maker: ResponseMaker, answers: Answers, close: Callable[[], Awaitable[None]]
+        self,
+        call: ApiCall,
+        maker: ResponseMaker,
+        events: EventMaker,
+        answers: Answers,
+        close: Callable[[], Awaitable[None]],
     ) -> None:
         self._maker = maker
         self._number = 0
-        super().__init__(call, _events(call, maker, answers), close)
+        super().__init__(call, _events(call, maker, events, answers), close)
 
     def _encoded(self, chunk: dict[str, Any]) -> bytes:
         numbered = {"type": chunk["type"], "sequence_number": self._number, **chunk}
@@ -242,9 +259,10 @@ class ResponseStream(ChunkStream):
         return {"type": "response.failed", "response": self._maker.unfinished(described)}
 
 
-async def _events(call: ApiCall, maker: ResponseMaker, answers: Answers) -> AsyncGenerator[list[dict[str, Any]], None]:
+async def _events(
+    call: ApiCall, maker: ResponseMaker, events: EventMaker, answers: Answers
+) -> AsyncGenerator[list[dict[str, Any]], None]:
     begun = maker.unfinished()
-    events = EventMaker()
     yield [{"type": f"response.{name}", "response": begun} for name in ("created", "in_progress")]
     async with contextlib.aclosing(answers.batches()) as batches:
         async for parts in batches:
@@ -259,5 +277,5 @@ async def _events(call: ApiCall, maker: ResponseMaker, answers: Answers) -> Asyn
 
 def _events_of(events: EventMaker, part: Part) -> Iterator[dict[str, Any]]:
     if isinstance(part, AnswerDelta):
-        return events.of(part.delta.events)
+        return events.of(part.delta)
     return events.end(_Result.of(part.outputs[0]).status)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from staticllm.pipelines.conversation.events import (
@@ -12,10 +12,11 @@ from staticllm.pipelines.conversation.events import (
     CallBroken,
     CallEnd,
     ContentDelta,
-    Event,
     ReasoningDelta,
     merged,
 )
+from staticllm.pipelines.text.output_processor import TextDelta
+from staticllm.server.answers.results import SpelledToken, Speller
 from staticllm.server.responses.items import Item, call_item, message_item, new_id, reasoning_item
 
 StreamEvent = dict[str, Any]
@@ -32,10 +33,11 @@ class _Open:
     text: str = ""
     call_id: str = ""
     name: str = ""
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
 
     def item(self, status: str) -> Item:
         if self.kind == "message":
-            return message_item(self.id, self.text, status)
+            return message_item(self.id, self.text, status, self.logprobs)
         if self.kind == "reasoning":
             return reasoning_item(self.id, self.text, status)
         return call_item(self.id, self.call_id, self.name, self.text, status)
@@ -55,18 +57,22 @@ class _Open:
 class EventMaker:
     """Makes the events of one answer from the events of its parser. ``items`` are those that are done.
 
-    Blank text between two items is no item.
+    Blank text between two items is no item. ``speller`` is None without log-probabilities, which texts have, but no other items.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, speller: Speller | None = None) -> None:
+        self._speller = speller
+        self._tokens: list[SpelledToken] = []  # that had no text yet
         self.items: list[Item] = []
         self._open: _Open | None = None
         self._blank = ""
         self._num_added = 0
 
-    def of(self, events: list[Event]) -> Iterator[StreamEvent]:
+    def of(self, delta: TextDelta) -> Iterator[StreamEvent]:
         """Yield the events of an increment."""
-        for event in merged(events):
+        if self._speller is not None:
+            self._tokens += self._speller.spell(delta)
+        for event in merged(delta.events):
             if isinstance(event, ContentDelta):
                 yield from self._text("message", event.text)
             elif isinstance(event, ReasoningDelta):
@@ -111,7 +117,13 @@ class EventMaker:
         assert opened is not None, "no item is open"
         opened.text += text
         event: StreamEvent = {"type": f"response.{_NAMES[opened.kind]}.delta", **self._place(opened), "delta": text}
-        return {**event, "logprobs": []} if opened.kind == "message" else event
+        tokens = self._tokens
+        self._tokens = []
+        if opened.kind != "message":
+            return event
+        logprobs = [token.entry() for token in _last_tokens(tokens, len(text.encode()))]
+        opened.logprobs += logprobs
+        return {**event, "logprobs": logprobs}
 
     def close(self, status: str) -> Iterator[StreamEvent]:
         """Yield the events that end the open item, if there is one."""
@@ -123,7 +135,7 @@ class EventMaker:
         if opened.kind == "call":
             yield {**done, "name": opened.name, "arguments": opened.text}
         else:
-            yield {**done, "text": opened.text, **({"logprobs": []} if opened.kind == "message" else {})}
+            yield {**done, "text": opened.text, **({"logprobs": opened.logprobs} if opened.kind == "message" else {})}
             yield {"type": "response.content_part.done", **self._place(opened), "part": opened.part}
         item = opened.item(status)
         if (
@@ -135,6 +147,15 @@ class EventMaker:
     def _place(self, opened: _Open) -> StreamEvent:
         place: StreamEvent = {"item_id": opened.id, "output_index": opened.index}
         return place if opened.kind == "call" else {**place, "content_index": 0}
+
+
+def _last_tokens(tokens: Sequence[SpelledToken], num_bytes: int) -> Sequence[SpelledToken]:
+    """Return the last tokens, which make a text of so many bytes: those before are markers and layout."""
+    first = len(tokens)
+    while first and num_bytes > 0:
+        first -= 1
+        num_bytes -= len(tokens[first].bytes or b"")
+    return tokens[first:]
 
 
 _NAMES = {"message": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}

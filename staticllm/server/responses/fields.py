@@ -87,6 +87,11 @@ class ReasoningOptions(Fields):
     generate_summary: Any = None
 
 
+LOGPROBS = "message.output_text.logprobs"
+Included = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
+"""What an answer may have beside its items. Reasoning is never encrypted: it is there as text."""
+
+
 class ResponsesStreamOptions(Fields):
     """What a stream has beside its events."""
 
@@ -113,12 +118,14 @@ class ResponsesRequest(number_fields(IgnoredFields, "responses"), TierFields):  
     reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = Field(default_factory=list, max_length=512)
     tool_choice: Literal["none", "auto", "required"] | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
     truncation: Literal["auto", "disabled"] = "disabled"
-    include: (
-        Annotated[list[str], Field(max_length=0)]
-        | Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)]
-        | None
-    ) = None
+    include: Annotated[list[Included], Field(max_length=16)] | None = None
     stop: Stop | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     priority: Priority = 0
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether each token of a text has its log-probability."""
+        return LOGPROBS in (self.include or ())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
-from staticllm.results import AssistantMessage
 from staticllm.server.answers.messages import text_of
 from staticllm.server.http.errors import ApiError
 from staticllm.server.responses.fields import InputItem
@@ -110,9 +110,9 @@ def input_items(items: str | list[InputItem]) -> list[Item]:
     return [{"id": new_id("item"), **item} for item in shown]
 
 
-def message_item(id: str, text: str, status: str) -> Item:
+def message_item(id: str, text: str, status: str, logprobs: Sequence[dict[str, Any]] = ()) -> Item:
     """Return the item of a text."""
-    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}]
     return {"id": id, "type": "message", "status": status, "role": "assistant", "content": content}
 
 
@@ -126,15 +126,3 @@ def call_item(id: str, call_id: str, name: str, arguments: str, status: str) -> 
     """Return the item of a call."""
     found = {"id": id, "type": "function_call", "status": status, "call_id": call_id}
     return {**found, "name": name, "arguments": arguments}
-
-
-def items_of(message: AssistantMessage, status: str) -> list[Item]:
-    """Return the items of an answer: its reasoning, its text, and its calls. ``status`` is that of the last one."""
-    found: list[Item] = []
-    if message.reasoning_content.strip():
-        found.append(reasoning_item(new_id("rs"), message.reasoning_content, "completed"))
-    if message.content.strip() or not message.tool_calls:
-        found.append(message_item(new_id("msg"), message.content, "completed"))
-    found += [call_item(new_id("fc"), call.id, call.name, call.arguments, "completed") for call in message.tool_calls]
-    found[-1]["status"] = status
-    return found

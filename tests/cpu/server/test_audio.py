@@ -56,6 +56,27 @@ def post(served, content=None, path="/v1/audio/transcriptions", name="a.wav", he
     )
 
 
+FIELDS = (
+    "language",
+    "prompt",
+    "response_format",
+    "temperature",
+    "stream",
+    "service_tier",
+    "model",
+    "timestamp_granularities[]",
+)
+
+
+@pytest.mark.parametrize("fields", [*((name,) for name in FIELDS), FIELDS])
+def test_an_empty_field_of_a_form_counts_as_absent(served, fields):
+    """A form has no other way to say so, and clients send all fields that they have."""
+    found = post(served, **dict.fromkeys(fields, ""))
+    assert found.status_code == 200, found.text
+    assert found.json() == post(served).json()
+    assert post(served, path="/v1/audio/translations", **dict.fromkeys(fields, "")).status_code == 200
+
+
 def wait_until_idle(served, name="whisper"):
     model = served.state.hub.models[name]
     until = time.monotonic() + ANSWER_SECONDS

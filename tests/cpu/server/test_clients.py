@@ -244,6 +244,22 @@ class TestLiteLLM:
         pieces = package.completion(messages=MESSAGES, stream=True, **options)
         assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == answer
 
+    @pytest.mark.parametrize("size", [2_000, 3 << 20])
+    def test_it_knows_a_prompt_that_is_too_long(self, package, served, size):
+        """By the words of OpenAI's; programs on top of it (aider, OpenHands) then shorten the conversation."""
+        text = "a " * size
+        options = {"api_base": served.url + "/v1", "api_key": "any", "max_tokens": 2, "max_retries": 0}
+        for is_streamed in (False, True):
+            with pytest.raises(package.ContextWindowExceededError):
+                messages = [{"role": "user", "content": text}]
+                list(package.completion(model="openai/demo", messages=messages, stream=is_streamed, **options))
+            with pytest.raises(package.ContextWindowExceededError):
+                model = "text-completion-openai/demo"
+                list(package.text_completion(model=model, prompt=text, stream=is_streamed, **options))
+        with pytest.raises(package.ContextWindowExceededError):
+            tools = [{"type": "function", "function": {"name": "f", "description": text}}]
+            package.completion(model="openai/demo", messages=MESSAGES, tools=tools, **options)
+
     def test_it_embeds_texts(self, package, served):
         found = package.embedding(model="openai/tiny", input=["one"], api_base=served.url + "/v1", api_key="any")
         assert len(found.data) == 1

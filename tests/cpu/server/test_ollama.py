@@ -135,6 +135,33 @@ def test_a_prompt_that_is_too_long_is_shortened_unless_truncate_is_false(post):
     assert "maximum context length" in refused.json()["error"]
 
 
+def test_the_log_says_what_is_cut_or_ignored(caplog):
+    """A context that a client asks for in vain once, each prompt that loses its middle, and no word of a prompt."""
+    caplog.set_level("WARNING", "staticllm.server")
+    with serving() as served:
+        config = served.pipeline().config
+        body = {"model": "demo", "prompt": "fox", "stream": False}
+        for wanted in (config.max_seq_len, config.max_seq_len + 1, config.max_seq_len + 1):
+            found = httpx.post(
+                f"{served.url}/api/generate",
+                json={**body, "options": {"num_ctx": wanted, "num_predict": 2}},
+                timeout=60,
+            )
+            assert found.status_code == 200
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert f"num_ctx={wanted} has no effect" in line
+        assert "--max-prompt-len" in line
+        caplog.clear()
+        long = {**body, "prompt": "fox " * 3 * config.max_prompt_len, "options": {"num_predict": 2}}
+        for stream in (False, True):
+            assert (
+                httpx.post(f"{served.url}/api/generate", json={**long, "stream": stream}, timeout=60).status_code == 200
+            )
+        lines = [record.getMessage() for record in caplog.records]
+        assert len(lines) == 2
+        assert all(f"{config.max_prompt_len} tokens are read" in line and "fox" not in line for line in lines)
+
+
 def test_models_are_listed_with_a_tag_and_known_with_and_without_it(served, post):
     (listed,) = httpx.get(served.url + "/api/tags", timeout=60).json()["models"]
     assert listed["name"] == listed["model"] == "demo:latest"

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import base64
 import re
-import zipfile
 
 import httpx
 import numpy as np
 import pytest
-from support.encoders.encoder_directories import TEXTS, a_directory, scores_directory
-from support.encoders.encoder_models import ARCHIVES
+from support.encoders.encoder_directories import TEXTS, a_directory, a_scorer
 from support.server.served import serving
 
 from staticllm.pipelines.encoder_pipeline import QUERY_PRIORITY
@@ -19,14 +17,6 @@ from staticllm.server.models.served import demo_spec, model_spec
 openai = pytest.importorskip("openai")
 
 PROMPT = "The fox went to the river and"
-
-
-def a_scorer(folder):
-    """Make the directory of a cross-encoder with its own tokenizer."""
-    scores_directory(folder)
-    with zipfile.ZipFile(ARCHIVES / "bert_tokenizer.zip") as archive:
-        archive.extractall(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

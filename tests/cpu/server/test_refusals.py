@@ -125,7 +125,9 @@ def test_a_long_prompt_is_refused_with_both_numbers(client, served):
     for stream in (False, True):
         error = error_of(client.post(CHAT, json={**long, "stream": stream}), 400)
         assert error["code"] == "context_length_exceeded"
-        assert f"maximum context length for prompts is {limit} tokens" in error["message"]
+        assert error["message"].startswith(
+            f"This model's maximum context length is {limit} tokens. However, your messages"
+        )
         found = client.post("/tokenize", json={"messages": long["messages"]}).json()
         assert f"have {found['count']} tokens" in error["message"]
 
@@ -150,7 +152,7 @@ def test_a_prompt_of_any_length_is_too_long_in_the_same_way(path, field):
                 served.url + path, json={**body, field or "messages": given[field or "messages"]}, timeout=60
             )
             assert response.status_code == 400
-            assert "context length for prompts" in response.text
+            assert "This model's maximum context length is " in response.text
             if field:
                 error = error_of(response, 400)
                 assert error["code"] == "context_length_exceeded"
@@ -284,13 +286,15 @@ def test_endless_headers_close_the_connection(served):
     assert b" 400 " in answer.split(b"\r\n")[0]
 
 
-LOCAL = ["app://obsidian.md", "tauri://localhost", "null", "file://", "vscode-webview://abc", "vscode-file://vscode-app", "http://localhost:3000",
+LOCAL = ["app://obsidian.md", "tauri://localhost", "file://", "vscode-webview://abc", "vscode-file://vscode-app", "http://localhost:3000",
          "http://127.0.0.1:5173", "http://tauri.localhost", "http://[::1]:80"]  # fmt: skip
 FOREIGN = [
     "https://evil.example",
     "http://localhost.evil.example",
     "http://127.0.0.1.evil.example",
     "https://app.example",
+    "null",
+    "NULL",
 ]
 
 
@@ -319,6 +323,22 @@ def test_foreign_pages_are_refused(client, origin):
     assert "access-control-allow-origin" not in preflight.headers
     plain = client.post(CHAT, content=json.dumps(HELLO), headers={"Origin": origin, "Content-Type": "text/plain"})
     assert error_of(plain, 403)["code"] == "origin_not_allowed"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"api_keys": ("key",)}, {"allowed_origins": ("null",)}, {"allowed_origins": ("*",)}]
+)
+def test_files_may_send_requests_with_a_key_or_if_the_server_says_so(settings):
+    """Sandboxed frames of any page have their origin, too: without a key they read no answers."""
+    with serving(**settings) as served:
+        asked = {"Origin": "null", "Access-Control-Request-Method": "GET"}
+        assert httpx.options(served.url + "/v1/models", headers=asked, timeout=60).status_code == 204
+        headers = {"Origin": "null", "Authorization": "Bearer key"}
+        found = httpx.get(served.url + "/v1/models", headers=headers, timeout=60)
+        assert found.status_code == 200
+        assert found.headers["access-control-allow-origin"] in ("null", "*")
+        without = httpx.get(served.url + "/v1/models", headers={"Origin": "null"}, timeout=60)
+        assert without.status_code == (401 if "api_keys" in settings else 200)
 
 
 def test_a_host_name_that_was_rebound_is_refused(client, served):

@@ -56,6 +56,7 @@ def streamed(client, **options):
     message, calls, reason = {"content": "", "reasoning_content": ""}, {}, None
     for chunk in client.chat.completions.create(stream=True, **options):
         choice = chunk.choices[0]
+        assert len(choice.delta.tool_calls or []) <= 1, "clients take the first list as it is"
         message["content"] += choice.delta.content or ""
         message["reasoning_content"] += getattr(choice.delta, "reasoning_content", None) or ""
         for call in choice.delta.tool_calls or []:
@@ -145,6 +146,67 @@ def test_a_call_is_content_where_tool_choice_is_none(fake, tools):
     assert found.message.reasoning_content == "hm"
     message, calls, reason = streamed(fake, **options)
     assert (message["content"], calls, reason) == (call, [], "stop")
+
+
+def answers_of(fake, text, **options):
+    """Return (calls, content, reason) of the answer ``text``: whole and streamed by chats, whole and streamed by responses."""
+    given = {
+        "model": "demo",
+        "max_tokens": 400,
+        "messages": [{"role": "user", "content": f"Q ANSWER:{text}"}],
+        **options,
+    }
+    choice = fake.chat.completions.create(**given).choices[0]
+    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+    yield calls, choice.message.content or "", choice.finish_reason
+    message, calls, reason = streamed(fake, **given)
+    yield [(call["name"], call["arguments"]) for call in calls], message["content"], reason
+    flat = {"model": "demo", "input": f"Q ANSWER:{text}", "max_output_tokens": 400, "tools": FLAT, **options}
+    flat["tools"] = FLAT
+    events = list(fake.responses.create(stream=True, **flat))
+    for found in (fake.responses.create(**flat), events[-1].response):
+        assert found.parallel_tool_calls == options.get("parallel_tool_calls", True)
+        calls = [(item.name, item.arguments) for item in found.output if item.type == "function_call"]
+        texts = [item.content[0].text for item in found.output if item.type == "message"]
+        yield calls, "".join(texts), "tool_calls" if calls and found.status == "completed" else "stop"
+
+
+ARGUMENTS = [f'{{"city": "{city}", "days": 2}}' for city in ("Rome", "Oslo", "Bonn")]
+WRITTEN = [f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>' for arguments in ARGUMENTS]
+FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("is_parallel", [True, None, False])
+def test_calls_are_several_unless_the_request_wants_one(fake, choice, is_parallel):
+    """Then the answer ends with the first, whatever the model would write after it."""
+    text = "\n".join(WRITTEN) + ("" if choice == "required" else " and so on")
+    options = {"tools": TOOLS, "tool_choice": choice}
+    options |= {} if is_parallel is None else {"parallel_tool_calls": is_parallel}
+    wanted = [("weather", arguments) for arguments in ARGUMENTS[: 1 if is_parallel is False else 3]]
+    content = "and so on" if choice == "auto" and is_parallel is not False else ""
+    found = [(calls, text.strip(), reason) for calls, text, reason in answers_of(fake, text, **options)]
+    assert found == [(wanted, content, "tool_calls")] * 4
+
+
+def test_no_token_is_computed_behind_the_only_call(fake):
+    asked = [{"role": "user", "content": "Q ANSWER:" + "\n".join(WRITTEN) + " word" * 300}]
+    options = {"model": "demo", "messages": asked, "tools": TOOLS, "max_tokens": 900}
+    several = fake.chat.completions.create(**options).usage.completion_tokens
+    one = fake.chat.completions.create(parallel_tool_calls=False, **options).usage.completion_tokens
+    assert one < several / 4
+
+
+@pytest.mark.parametrize(
+    "text", ['{"name": "weather", "arguments": %s}', '\n[{"name": "weather", "parameters": %s}]\n']
+)
+def test_an_answer_that_is_the_json_of_a_fitting_call_is_one(fake, text):
+    """Small models write it, whatever the template shows."""
+    found = list(answers_of(fake, text % ARGUMENTS[0], tools=TOOLS))
+    assert found == [([("weather", ARGUMENTS[0])], "", "tool_calls")] * 4
+    misspelled = text.replace("weather", "wether") % ARGUMENTS[0]
+    for other in (misspelled, text % '{"city": "Rome"}', text % '{"city": 1, "days": 2}', text % ARGUMENTS[0] + "."):
+        assert list(answers_of(fake, other, tools=TOOLS)) == [([], other, "stop")] * 4
 
 
 def test_half_characters_never_reach_a_client(fake):

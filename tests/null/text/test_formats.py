@@ -86,8 +86,9 @@ TOOLS = [
 SCHEMA = TOOLS[0]["function"]["parameters"]
 
 
-def options(choice):
-    return extra_options({"tools": TOOLS, "tool_choice": choice}, False).tool_options
+def options(choice, is_parallel=False):
+    given = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": is_parallel}
+    return extra_options(given, False).tool_options
 
 
 FORMATS = [
@@ -117,8 +118,11 @@ def test_any_function_may_be_called_where_a_call_is_required():
 
 
 def written(form, with_optional):
-    """Return a text that a format of a structural tag allows."""
+    """Return a text that a format of a structural tag allows: what may be repeated twice, and the last of several choices."""
     kind = form["type"]
+    if kind in ("star", "or"):
+        inner = form["content"] if kind == "star" else form["elements"][-1]
+        return written(inner, with_optional) * (2 if kind == "star" else 1)
     if kind == "sequence":
         return "".join(written(each, with_optional) for each in form["elements"])
     if kind == "optional":
@@ -151,6 +155,31 @@ def test_what_a_required_call_allows_is_what_the_parser_reads(format, with_optio
     any_of = required_calls(format, options("required"))["format"]
     assert any_of["type"] == "or"
     assert [found(each) for each in any_of["elements"]] == [[("weather", city)], [("now", {})]]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("with_optional", [False, True])
+@pytest.mark.parametrize("num_tools", [1, 2])
+def test_calls_that_a_required_one_allows_behind_it_are_read(format, with_optional, num_tools):
+    """Whether or not the answer may have several; a named function is called once."""
+    given = {"tools": TOOLS[:num_tools], "tool_choice": "required", "parallel_tool_calls": True}
+    text = written(required_calls(format, extra_options(given, False).tool_options)["format"], with_optional)
+    can_repeat = format.syntax not in ("bare_json", "harmony", "recipients")
+    call = ("weather", {"city": "Berlin", "days": 3} if with_optional else {"city": "Berlin"})
+    call = call if num_tools == 1 else ("now", {})
+    for has_one_call, count in ((False, 3 if can_repeat else 1), (True, 1)):
+        for size in (len(text), 1):
+            parser = MessageParser(format, TOOLS, calls="required", has_one_call=has_one_call)
+            pieces = [text[start : start + size] for start in range(0, len(text), size)]
+            events = [event for piece in pieces for event in parser.push(piece)]
+            message = message_of([*events, *parser.finish()])
+            assert not message.content
+            assert [(found.name, found.parsed_arguments) for found in message.tool_calls] == [call] * count
+            assert parser.has_called == has_one_call
+    named = options({"type": "function", "function": {"name": "weather"}}, is_parallel=True)
+    assert required_calls(format, named) == required_calls(
+        format, options({"type": "function", "function": {"name": "weather"}})
+    )
 
 
 def test_a_template_without_a_known_format_cannot_require_a_call():

@@ -239,7 +239,8 @@ def test_arguments_stream_as_they_come_and_a_broken_call_says_so():
 
 
 def required(name, tools):
-    chosen = extra_options({"tools": tools, "tool_choice": "required"}, False).tool_options
+    given = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
+    chosen = extra_options(given, False).tool_options
     return required_calls(FORMATS[name], chosen)["format"]
 
 

@@ -279,7 +279,7 @@ def written(form):
     """Return a text that a format of a structural tag allows."""
     if form["type"] == "sequence":
         return "".join(map(written, form["elements"]))
-    if form["type"] == "optional":
+    if form["type"] in ("optional", "star"):
         return ""
     if form["type"] == "json_schema":
         return {"object": '{"city": "Rome"}', "string": '"Rome"'}[form["json_schema"]["type"]]

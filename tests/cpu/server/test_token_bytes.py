@@ -1,0 +1,169 @@
+"""Log-probabilities have the bytes of every token, also of one that is a part of a character: together those of the answer."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import httpx
+import openvino_genai as genai
+import pytest
+from support.server.served import serving
+
+from staticllm import demo_model_path
+from staticllm.pipelines.text.output_processor import TextDelta
+from staticllm.server.answers.results import Speller
+from staticllm.testing import fake_pipeline
+
+NUM_TEXTS = 12
+RANGES = ((0x1F300, 0x1F6FF), (0x4E00, 0x4F00), (0x20, 0x7E), (0x300, 0x33F), (0x400, 0x44F), (0x1F1E6, 0x1F1FF))
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{# <think> </think> #}"
+
+
+def random_text(seed):
+    """Return random characters: emoji and flags, Chinese, ASCII, marks that combine, Cyrillic."""
+    drawn = random.Random(seed)
+    text = "".join(chr(drawn.randint(*drawn.choice(RANGES))) for _ in range(drawn.randint(1, 24)))
+    return f"a{text}\N{ZERO WIDTH JOINER}\N{FOX FACE}."
+
+
+@pytest.fixture(scope="module")
+def client():
+    tokenizer = genai.Tokenizer(str(demo_model_path()))
+    tokenizer.chat_template = TEMPLATE
+
+    def load(device, properties, on_progress):
+        return fake_pipeline(lambda prompt: prompt.rsplit("ANSWER:", 1)[1], tokenizer=tokenizer)
+
+    with serving(pipelines={"demo": load}) as served, httpx.Client(base_url=served.url, timeout=60) as client:
+        yield client
+
+
+def events_of(found):
+    assert found.status_code == 200, found.text
+    lines = [line.removeprefix("data: ") for line in found.text.split("\n") if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+def chat(client, prompt, is_streamed):
+    body = {
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": 400,
+        "logprobs": True,
+        "stream": is_streamed,
+    }
+    found = client.post("/v1/chat/completions", json=body)
+    if is_streamed:
+        choices = [chunk["choices"][0] for chunk in events_of(found)]
+        text = "".join(choice["delta"].get("content", "") for choice in choices)
+        return text, [entry["bytes"] for choice in choices for entry in (choice["logprobs"] or {}).get("content", [])]
+    choice = found.json()["choices"][0]
+    return choice["message"]["content"], [entry["bytes"] for entry in choice["logprobs"]["content"]]
+
+
+def completion(client, prompt, is_streamed):
+    found = client.post(
+        "/v1/completions", json={"prompt": prompt, "max_tokens": 400, "logprobs": 0, "stream": is_streamed}
+    )
+    choices = [chunk["choices"][0] for chunk in (events_of(found) if is_streamed else [found.json()])]
+    text = "".join(choice["text"] for choice in choices)
+    logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
+    spelled = [each for found in logprobs for each in found["bytes"]]
+    tokens = [each for found in logprobs for each in found["tokens"]]
+    offsets = [each for found in logprobs for each in found["text_offset"]]
+    before = b""
+    for token, own, offset in zip(tokens, spelled, offsets, strict=True):
+        assert offset == len(before.decode(errors="ignore")), "characters that are whole before the token"
+        written = "".join(f"\\x{byte:02x}" for byte in own)
+        assert token in (bytes(own).decode(errors="replace"), f"bytes:{written}")
+        before += bytes(own)
+    return text, spelled
+
+
+def response(client, prompt, is_streamed):
+    body = {
+        "input": prompt,
+        "max_output_tokens": 400,
+        "include": ["message.output_text.logprobs"],
+        "stream": is_streamed,
+    }
+    found = client.post("/v1/responses", json=body)
+    if is_streamed:
+        deltas = [event for event in events_of(found) if event["type"] == "response.output_text.delta"]
+        assert len(deltas) > 1
+        return "".join(each["delta"] for each in deltas), [
+            entry["bytes"] for each in deltas for entry in each["logprobs"]
+        ]
+    part = found.json()["output"][-1]["content"][0]
+    return part["text"], [entry["bytes"] for entry in part["logprobs"]]
+
+
+def ollama(client, prompt, is_streamed):
+    body = {"model": "demo", "messages": [{"role": "user", "content": prompt}], "logprobs": True, "stream": is_streamed}
+    found = client.post("/api/chat", json=body)
+    objects = [json.loads(line) for line in found.text.split("\n") if line]
+    text = "".join(each["message"]["content"] for each in objects)
+    return text, [entry["bytes"] for each in objects for entry in each.get("logprobs", [])]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("answer", [chat, completion, response, ollama])
+def test_bytes_of_tokens_make_the_text(client, answer, is_streamed):
+    num_parts = 0
+    for seed in range(NUM_TEXTS):
+        text = random_text(seed)
+        found, spelled = answer(client, f"Q ANSWER:{text}", is_streamed)
+        assert found == text
+        assert b"".join(map(bytes, spelled)) == text.encode()
+        num_parts += sum(
+            bytes(each).decode(errors="replace") != bytes(each).decode(errors="ignore") for each in spelled
+        )
+    assert num_parts > NUM_TEXTS, "tokens that are parts of characters"
+
+
+def test_log_probabilities_of_responses_are_those_of_the_text(client):
+    """Neither the reasoning nor its markers have any."""
+    prompt = "Q ANSWER:<think>well, 🦊</think>\n\nnaïve 🦊"
+    for is_streamed in (False, True):
+        text, spelled = response(client, prompt, is_streamed)
+        assert text == "naïve 🦊"
+        assert b"".join(map(bytes, spelled)) == text.encode()
+
+
+def test_pieces_of_tokens_that_are_no_text_are_their_bytes(client):
+    """As in llama.cpp: a text for whole characters, else a list of numbers."""
+    for seed in range(NUM_TEXTS):
+        text = random_text(seed)
+        found = client.post("/tokenize", json={"content": text, "with_pieces": True}).json()["tokens"]
+        pieces = [each["piece"] for each in found]
+        assert any(isinstance(piece, list) for piece in pieces)
+        assert b"".join(piece.encode() if isinstance(piece, str) else bytes(piece) for piece in pieces) == text.encode()
+
+
+PIECE_BYTES = [b"", b" ", b" a", b"a", b"b", b" ab", b".", "é".encode(), *(bytes([byte]) for byte in range(256))]
+
+
+def decode_pieces(ids):
+    """Make text of tokens as SentencePiece does: without the space that its first token begins with."""
+    joined = b"".join(PIECE_BYTES[id] for id in ids).decode(errors="replace")
+    return joined.removeprefix(" ")
+
+
+def test_tokens_are_spelled_as_their_answers_have_them():
+    """Also by vocabularies whose tokens have a space that is left out at the beginning of a text."""
+    for seed in range(200):
+        drawn = random.Random(seed)
+        ids = []
+        for _ in range(drawn.randint(1, 120)):
+            spelled = chr(drawn.randint(*drawn.choice(RANGES))).encode() if drawn.random() < 0.4 else b""
+            ids += [8 + byte for byte in spelled] or [drawn.randrange(8)]
+        cut = drawn.randrange(len(ids) + 1)
+        deltas = [TextDelta(part, "", logprobs=[0.0] * len(part)) for part in (ids[:cut], ids[cut:])]
+        speller = Speller(decode_pieces, PIECE_BYTES)
+        found = [token for delta in deltas for token in speller.spell(delta)]
+        text = decode_pieces(ids)
+        assert b"".join(token.bytes or b"" for token in found) == text.encode(), (seed, text)
+        before = b""
+        for token in found:
+            assert token.offset == len(before.decode(errors="ignore"))
+            before += token.bytes or b""
