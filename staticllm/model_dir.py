@@ -55,10 +55,7 @@ def check_model_dir(
         return path
     if isinstance(path, str) and "<net" in path:
         raise ModelError("a model as a str needs its weights: pass an openvino.Tensor with them, then the tokenizer")
-    try:
-        directory = Path(os.fsdecode(path))
-    except TypeError:
-        raise ModelError(f"models_path is a {type(path).__name__}: must be the path of a model directory") from None
+    directory = path_of(path)
     if model_file != MODEL_XML:
         check_ir(directory / model_file, Path(weights) if weights else None, is_encrypted)
         return directory
@@ -72,6 +69,14 @@ def check_model_dir(
         if not is_model:
             _check_texts(directory / name, ir)
     return directory
+
+
+def path_of(path: object) -> Path:
+    """Return the path that a user gave. Raises ``ModelError`` (it is none)."""
+    try:
+        return Path(os.fsdecode(path))  # type: ignore[arg-type]
+    except Exception:  # it is of another type, or of a caller's class
+        raise ModelError(f"models_path is a {type(path).__name__}: must be the path of a model directory") from None
 
 
 def _converted(path: Path, on_progress: OnProgress) -> Path:

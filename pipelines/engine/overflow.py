@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from staticllm.errors import GenerationConfigError
+from staticllm.errors import GenerationConfigError, shown
 
 OverflowRule = Literal["stop", "truncate_middle", "shift", "context_shift"]
 """Rules for a conversation that fills its slots. The tokens that remain are recomputed, so that they work for any model.
@@ -44,8 +44,8 @@ def overflow_rule(name: object) -> OverflowRule:
     Raises:
         GenerationConfigError: there is no such rule.
     """
-    if name not in RULES:
-        raise GenerationConfigError(f"overflow={name!r}: must be one of {', '.join(RULES)}")
+    if not isinstance(name, str) or str.__str__(name) not in RULES:
+        raise GenerationConfigError(f"overflow={shown(name)}: must be one of {', '.join(RULES)}")
     return name
 
 

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from staticllm.errors import shown
 from staticllm.model_paths import path_kinds as kinds
 from staticllm.model_paths.hub_names import ARCHIVES, FILE_ENDINGS, WEIGHTS, parse_hub_name
 from staticllm.model_paths.path_kinds import PathKind
@@ -72,8 +73,9 @@ class ModelPath:
         """What it is, with the path."""
         if self.kind.name == "missing":
             is_file = self.path.name.lower().endswith(FILE_ENDINGS)
-            return f"there is no file {str(self.path)!r}" if is_file else f"no model directory at {str(self.path)!r}"
-        return f"{str(self.path)!r} {self._filled(self.kind.what)}"
+            name = shown(str(self.path))
+            return f"there is no file {name}" if is_file else f"no model directory at {name}"
+        return f"{shown(str(self.path))} {self._filled(self.kind.what)}"
 
     @property
     def remedy(self) -> str:
@@ -100,7 +102,7 @@ def _resolved(path: Path) -> Path:
     """Return where a path leads; the path itself if it is a loop of links."""
     try:
         return path.resolve()
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError, ValueError):  # ValueError: characters that no path has
         return path
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import IO, Any
 
-PROTOCOL = 9
+PROTOCOL = 10
 """The version of the messages; client and daemon must have the same."""
 MAX_PRIORITY = 100
 """Priorities are from ``-MAX_PRIORITY`` to ``MAX_PRIORITY``; messages hold their sum with ``MAX_PRIORITY``."""

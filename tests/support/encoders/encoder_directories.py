@@ -2,10 +2,11 @@
 
 import json
 import shutil
+import zipfile
 
 import openvino as ov
 import openvino_genai as genai
-from support.encoders.encoder_models import TinyEncoder, by_distance, symmetric_alibi, unpack
+from support.encoders.encoder_models import ARCHIVES, TinyEncoder, by_distance, symmetric_alibi, unpack
 
 from staticllm import demo_model_path
 from staticllm.pipelines.embedding import encoder_kind
@@ -30,6 +31,14 @@ def scores_directory(folder, name="bert_scores"):
     folder.mkdir()
     unpack(name, folder)
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64}))
+    return folder
+
+
+def reranker_directory(folder):
+    """Unpack a tiny cross-encoder with its own tokenizer into a folder. Return the folder."""
+    unpack("bert_scores", folder)
+    with zipfile.ZipFile(ARCHIVES / "bert_tokenizer.zip") as archive:
+        archive.extractall(folder)
     return folder
 
 
