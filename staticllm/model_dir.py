@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -62,6 +63,8 @@ def check_model_dir(
     found = located(directory, needs_tokenizer)
     if not found.is_loadable:
         raise ModelError(found.problem)
+    if found.is_guess:
+        warnings.warn(f"{found.note}: write that name to have the same model whatever else is pulled", stacklevel=4)
     directory = _converted(found.directory, on_progress) if found.is_converted else found.directory
     for name in (MODEL_XML, *(TOKENIZER_XML if needs_tokenizer else ())):
         is_model = name == MODEL_XML

@@ -40,7 +40,8 @@ class ModelPath:
     """What a path holds, in which ``directory``, by which names (``found``), and the ``task`` of an export, if one helps.
 
     A model that is a single file, which is converted when it is loaded, stands for its directory. ``title``: what a model is
-    called whose folder has another name.
+    called whose folder has another name. ``note``: which one of several is meant, if its name says less; ``is_guess``: whether it
+    can mean another one when more of its repository is here.
     """
 
     path: Path
@@ -49,6 +50,8 @@ class ModelPath:
     found: str = ""
     task: str = "text-generation-with-past"
     title: str = ""
+    note: str = ""
+    is_guess: bool = False
 
     @property
     def is_loadable(self) -> bool:

@@ -137,6 +137,8 @@ NOTHING = PathKind(
 FILE = PathKind("file", "is a file that is no model", "give the directory that holds openvino_model.xml, or that file")
 MISSING = PathKind("missing", "", "check the path")
 HUB_NAME = PathKind("missing", "", "if it is a name on Hugging Face, bring it here: staticllm pull {model}")
+HUB_REVISIONS = PathKind("missing", "", "give one of those that the cache has, {found}, or: staticllm pull {model}")
+"""A name without a revision, of which the cache has several, and none that is known as the main one."""
 HUB_NAME_ALONE = PathKind(
     "missing",
     "",
