@@ -77,7 +77,9 @@ HUGGING_FACE_IMAGES = PathKind(
 HUGGING_FACE_SPEECH = PathKind(
     "hugging face",
     "holds a Hugging Face model for speech ({found})",
-    "export it and load it with StaticWhisperPipeline",
+    "staticllm export makes no speech models, but its environment has the program that does (staticllm export --setup prints the "
+    "folder): FOLDER/bin/optimum-cli export openvino --model {model} --task automatic-speech-recognition-with-past {out}; then "
+    "staticllm transcribe FILE -m {out}",
 )
 HUGGING_FACE_TRANSLATION = PathKind(
     "hugging face",
