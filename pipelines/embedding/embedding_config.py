@@ -55,7 +55,7 @@ class EmbeddingConfig:
         for name in ("query_instruction", "embed_instruction"):
             if not isinstance(value := getattr(self, name), (str, NoneType)):
                 raise ConfigError(f"{name}={shown(value)}: must be a str, or None for what the model's files say")
-        if not isinstance(self.pooling_type, (PoolingType, NoneType)):
+        if type(self.pooling_type) not in (type(PoolingType.CLS), NoneType):
             raise ConfigError(
                 f"pooling_type={shown(self.pooling_type)}: must be a PoolingType: CLS, MEAN or LAST_TOKEN"
             )
@@ -97,7 +97,7 @@ def markdown() -> str:
     configs = {"StaticEmbeddingPipeline": EmbeddingConfig, "StaticRerankPipeline": RerankConfig}
     lines = ["| option | of | why |", "|---|---|---|"]
     for name, reason in WITHOUT_EFFECT.items():
-        having = [f"`{pipeline}`" for pipeline, kind in configs.items() if name in kind.__dataclass_fields__]
+        having = [f"`{pipeline}`" for pipeline, kind in configs.items() if name in {item.name for item in fields(kind)}]
         lines.append(f"| `{name}` | {', '.join(having)} | {reason[0].upper()}{reason[1:]}. |")
     return "\n".join(lines)
 

@@ -44,9 +44,10 @@ def overflow_rule(name: object) -> OverflowRule:
     Raises:
         GenerationConfigError: there is no such rule.
     """
-    if not isinstance(name, str) or str.__str__(name) not in RULES:
+    found = next((rule for rule in RULES if isinstance(name, str) and str.__eq__(name, rule)), None)
+    if found is None:
         raise GenerationConfigError(f"overflow={shown(name)}: must be one of {', '.join(RULES)}")
-    return name
+    return found
 
 
 def shorten(tokens: list[int], limit: int, rule: OverflowRule) -> list[int]:

@@ -21,16 +21,16 @@ UNUSED = ("_onnx_", "_paddle_", "_pytorch_", "_tensorflow_", "_jax_", "_gguf_")
 """Parts of the names of libraries that read other formats than OpenVINO's own."""
 
 
-def required(name):
+def required(name: str) -> list[str]:
     """Return the names of the installed packages that a package requires, in any of its extras.
 
     Some read their own version from their metadata while they are imported, such as llguidance, prompt_toolkit and click.
     """
-    names = {re.match(r"[\w.-]+", line).group() for line in requires(name) or ()}
+    names = {re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in requires(name) or ()}
     return sorted(each for each in names if _is_installed(each))
 
 
-def _is_installed(name):
+def _is_installed(name: str) -> bool:
     try:
         distribution(name)
     except PackageNotFoundError:

@@ -84,9 +84,9 @@ class GGUFHeader:
     @property
     def file_type(self) -> str:
         """The quantization of the file as a whole, such as ``Q4_K_M``; without one that of most weights."""
-        named = _FILE_TYPES.get(self.number(FILE_TYPE) if self.number(FILE_TYPE) is not None else -1)
-        if named is not None:
-            return named
+        number = self.number(FILE_TYPE)
+        if number in _FILE_TYPES:
+            return _FILE_TYPES[number]
         counts: Counter[str] = Counter()
         for tensor in self.tensors:
             counts[tensor.kind] += math.prod(tensor.shape)
