@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
-from staticllm.errors import SnapshotError
+from staticllm.errors import SnapshotError, shown
 from staticllm.kvcache.finite import is_finite
 from staticllm.kvcache.sequence import Conditions
 from staticllm.kvcache.stored import StoredLayout, StoredSequence
@@ -62,7 +62,7 @@ def save(stored: StoredSequence, path: str | os.PathLike[str], identity: Identit
             for array in arrays:
                 file.write(_bytes_of(array))
     except OSError as error:
-        raise SnapshotError(f"{str(path)!r} cannot be written: {error.strerror or error}") from error
+        raise SnapshotError(f"{shown(str(path))} cannot be written: {error.strerror or error}") from error
 
 
 def _header_of(stored: StoredSequence, identity: Identity, key: bytes, digest: str) -> _Header:
@@ -92,9 +92,11 @@ def _target(path: str | os.PathLike[str]) -> Path:
     try:
         target = Path(path).resolve()
         if not target.name or (target.exists() and not target.is_file()):
-            raise SnapshotError(f"{str(path)!r} is not a file: give the path of a file")
+            raise SnapshotError(f"{shown(str(path))} is not a file: give the path of a file")
     except (OSError, ValueError) as error:
-        raise SnapshotError(f"{str(path)!r} cannot be written: {getattr(error, 'strerror', None) or error}") from error
+        raise SnapshotError(
+            f"{shown(str(path))} cannot be written: {getattr(error, 'strerror', None) or error}"
+        ) from error
     return target
 
 
@@ -114,18 +116,20 @@ def load(
                 here = identity.get(name)
                 if there != here:
                     raise SnapshotError(
-                        f"{str(path)!r} is of another {name} ({there or 'none'}, here {here or 'none'}): save it again"
+                        f"{shown(str(path))} is of another {name} ({there or 'none'}, here {here or 'none'}): save it again"
                     )
             count = header.num_tokens
             if not 0 < count <= max_tokens:
                 raise SnapshotError(
-                    f"{str(path)!r} has {count} tokens, HOST_KV_SLOTS is {max_tokens}: load the model with more"
+                    f"{shown(str(path))} has {count} tokens, HOST_KV_SLOTS is {max_tokens}: load the model with more"
                 )
             factors = _factors_of(header, layout, path)
             stored = _read_body(file, path, layout, count, header.digest, key)
             return replace(stored, conditions=Conditions(factors=factors))
     except MemoryError:
-        raise SnapshotError(f"{str(path)!r} does not fit into memory: close something, or load it elsewhere") from None
+        raise SnapshotError(
+            f"{shown(str(path))} does not fit into memory: close something, or load it elsewhere"
+        ) from None
 
 
 @contextlib.contextmanager
@@ -133,17 +137,17 @@ def _explained(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise SnapshotError(f"{str(path)!r} is not there: save a snapshot first") from None
+        raise SnapshotError(f"{shown(str(path))} is not there: save a snapshot first") from None
     except (OSError, ValueError, TypeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise SnapshotError(f"{str(path)!r} cannot be read: {reason}") from None
+        raise SnapshotError(f"{shown(str(path))} cannot be read: {reason}") from None
 
 
 def _read_header(file: BinaryIO, path: str | os.PathLike[str], key: bytes) -> _Header:
     start = file.read(len(MAGIC) + 4 + DIGEST_BYTES)
     length = int.from_bytes(start[len(MAGIC) : len(MAGIC) + 4], "little")
     if start.startswith(OLD_MAGIC):
-        raise SnapshotError(f"{str(path)!r} was written by an earlier version: save it again")
+        raise SnapshotError(f"{shown(str(path))} was written by an earlier version: save it again")
     if not start.startswith(MAGIC) or length > MAX_HEADER:
         raise _damaged(path)
     text = file.read(length)
@@ -157,7 +161,7 @@ def _read_header(file: BinaryIO, path: str | os.PathLike[str], key: bytes) -> _H
             if header.is_keyed
             else "was saved without a key: leave INTEGRITY_KEY out"
         )
-        raise SnapshotError(f"the snapshot {str(path)!r} {what}, or save it again")
+        raise SnapshotError(f"the snapshot {shown(str(path))} {what}, or save it again")
     if not hmac.compare_digest(start[-DIGEST_BYTES:], _digest(text, key)):
         raise _damaged(path, key)
     return header
@@ -172,7 +176,7 @@ def _read_body(
     needed = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
     if left != needed:
         raise SnapshotError(
-            f"{str(path)!r} has {left} bytes of keys and values, {count} tokens have {needed}: save it again"
+            f"{shown(str(path))} has {left} bytes of keys and values, {count} tokens have {needed}: save it again"
         )
     digest = _hash(key)
     arrays = list[np.ndarray[Any, Any]]()
@@ -189,10 +193,12 @@ def _read_body(
     kv = arrays[1 : 1 + len(layout.groups)]
     states = arrays[1 + len(layout.groups) :]
     if ids.min() < 0 or ids.max() >= layout.vocab_size:
-        raise SnapshotError(f"{str(path)!r} has token ids beyond the vocabulary of {layout.vocab_size}: save it again")
+        raise SnapshotError(
+            f"{shown(str(path))} has token ids beyond the vocabulary of {layout.vocab_size}: save it again"
+        )
     if not all(map(is_finite, (*kv, *states))):
         raise SnapshotError(
-            f"{str(path)!r} has numbers that are not finite: they would spoil every request; save it again"
+            f"{shown(str(path))} has numbers that are not finite: they would spoil every request; save it again"
         )
     return StoredSequence(tuple(ids.tolist()), tuple(kv), tuple(states))
 
@@ -222,4 +228,4 @@ def _digest(data: bytes, key: bytes) -> bytes:
 
 def _damaged(path: str | os.PathLike[str], key: bytes = b"") -> SnapshotError:
     what = ", or was saved with another INTEGRITY_KEY" if key else ", or is no snapshot"
-    return SnapshotError(f"{str(path)!r} is damaged{what}: save it again")
+    return SnapshotError(f"{shown(str(path))} is damaged{what}: save it again")

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from staticllm.errors import GenerationConfigError, SnapshotError, StaticLLMError
+from staticllm.errors import GenerationConfigError, PromptError, SnapshotError, StaticLLMError
 from staticllm.pipelines.text.input_processor import Prompt, encode_messages
 from staticllm.pipelines.text.output_processor import RequestOutput
 from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
@@ -28,7 +28,13 @@ class ChatSession:
         self._owner = 0
 
     def start(self, system_message: str = "") -> None:
-        """Begin a new conversation. The system message is used only in a chat in text."""
+        """Begin a new conversation. The system message is used only in a chat in text.
+
+        Raises:
+            PromptError: the system message is no str.
+        """
+        if not isinstance(system_message, str):
+            raise PromptError(f"the system message is a {type(system_message).__name__}: must be a str")
         with self.exclusive():
             self._forget()
             self._messages = [{"role": "system", "content": system_message}] if system_message else []

@@ -6,7 +6,7 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from types import TracebackType
@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import openvino_genai as genai
 
-from staticllm.config import is_whole
+from staticllm.config import as_float, is_whole
 from staticllm.errors import ConfigError, shown
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
@@ -158,7 +158,7 @@ class EncoderPipeline:
         Raises:
             PromptError: a text is not valid.
         """
-        return self._tokenizer.count(texts)
+        return self._tokenizer.count(list_of(texts))
 
     def close(self) -> None:
         """Release the device; texts that wait get a ``ClosedError``. An engine that was given goes on.
@@ -178,19 +178,18 @@ class EncoderPipeline:
     def _check_call(self, texts: Sequence[str], priority: int, deadline_ms: float | None) -> list[str]:
         """Return the texts as a list. The tokenizer checks each of them."""
         check_process(self._pid)
-        if isinstance(texts, str) or not isinstance(texts, Iterable):
-            raise ConfigError(f"texts is a {type(texts).__name__}: must be a list of str")
+        given = list_of(texts)
         if not is_whole(priority):
-            raise ConfigError(f"priority={priority!r}: must be a whole number")
+            raise ConfigError(f"priority={shown(priority)}: must be a whole number")
         if deadline_ms is not None and not _is_time(deadline_ms):
             raise ConfigError(f"deadline_ms={shown(deadline_ms)}: must be a number of milliseconds, or None")
-        return list(texts)
+        return given
 
     def _request(
         self, tokens: Sequence[TokenizedText], priority: int = 0, deadline_ms: float | None = None
     ) -> EmbeddingRequest:
         deadline = None if deadline_ms is None else time.perf_counter() + deadline_ms / 1e3
-        return EmbeddingRequest(tokens, self._served.info.width, priority, deadline)
+        return EmbeddingRequest(tokens, self._served.info.width, int(priority), deadline)
 
     def _submitted(self, request: EmbeddingRequest) -> EmbeddingRequest:
         if request.texts:
@@ -201,7 +200,7 @@ class EncoderPipeline:
 
     def _run(self, request: EmbeddingRequest, on_progress: OnTexts | None = None) -> Vectors:
         if on_progress is not None and not callable(on_progress):
-            raise ConfigError(f"on_progress={on_progress!r}: must be a function of two numbers of texts, or None")
+            raise ConfigError(f"on_progress={shown(on_progress)}: must be a function of two numbers of texts, or None")
         try:
             return self._submitted(request).wait(on_progress if request.texts else None)
         except BaseException:  # also Ctrl-C before the wait begins
@@ -224,6 +223,17 @@ class EncoderPipeline:
                 del self._begun[kind]
 
 
+def list_of(texts: object) -> list[str]:
+    """Return the texts of a call. Raises ``ConfigError`` (they are no list of texts; the tokenizer checks each of them)."""
+    try:
+        given = None if isinstance(texts, str) else iter(texts)  # type: ignore[call-overload]
+    except Exception:  # it has no items, or is of a caller's class
+        given = None
+    if given is None:
+        raise ConfigError(f"texts is a {type(texts).__name__}: must be a list of str")
+    return list(given)
+
+
 def _close(served: ServedEncoder, tokenizer: TextTokenizer) -> None:
     served.release()
     tokenizer.close()
@@ -231,7 +241,5 @@ def _close(served: ServedEncoder, tokenizer: TextTokenizer) -> None:
 
 
 def _is_time(value: object) -> bool:
-    try:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
-    except OverflowError:  # a whole number that no float holds
-        return False
+    number = as_float(value)
+    return number is not None and not math.isnan(number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +13,13 @@ from typing import TypeAlias, overload
 
 import openvino_genai as genai
 
-from staticllm.config import Scheduler, StaticLLMConfig
+from staticllm.config import Scheduler, StaticLLMConfig, as_float
 from staticllm.core import ProgressEvent
-from staticllm.errors import ConfigError, GenerationConfigError
+from staticllm.errors import ConfigError, GenerationConfigError, shown
 from staticllm.model_dir import forget_in_memory
 from staticllm.pipelines.chat_session import ChatSession
 from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
-from staticllm.pipelines.daemon_client.remote_launch import RemoteLaunched, check_sendable, remote_launcher
+from staticllm.pipelines.daemon_client.remote_launch import RemoteLaunched, check_home, check_sendable, remote_launcher
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.overflow import OverflowRule
@@ -91,6 +92,9 @@ class StaticLLMPipeline:
         **properties: object,
     ) -> None:
         start = time.perf_counter()
+        if on_progress is not None and not callable(on_progress):
+            raise ConfigError(f"on_progress={shown(on_progress)}: must be a function of one ProgressEvent, or None")
+        check_home(daemon)
         given, draft = take_draft_source(positional(args, device, config, tokenizer), properties)
         given = named_in_memory(given, properties)
         candidates = resolve_candidates(given.device, given.config, properties)
@@ -355,6 +359,8 @@ class StaticLLMPipeline:
         Raises:
             StaticLLMError: compiling failed; the programs that are ready continue to serve.
         """
+        if timeout is not None and (as_float(timeout) is None or not 0 <= timeout <= threading.TIMEOUT_MAX):
+            raise ConfigError(f"timeout={shown(timeout)}: must be a number of seconds, or None")
         return (background := self._launched.background) is None or background.wait(timeout)
 
     def __enter__(self) -> StaticLLMPipeline:

@@ -6,6 +6,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+from staticllm.errors import SnapshotError
 from staticllm.model_dir import weights_of
 from staticllm.pipelines.artifacts.fingerprint import fingerprint_model
 from staticllm.pipelines.daemon_client.remote_launch import RemoteLaunched
@@ -43,7 +44,11 @@ class ModelSnapshots:
         return self._launched.engine.load_snapshot(self._target(path))
 
     def _target(self, path: str | os.PathLike[str]) -> SnapshotTarget:
-        return SnapshotTarget(Path(path), self._identity(), self._key, self._input_processor.adapter_scales)
+        try:
+            place = Path(os.fsdecode(path))
+        except Exception:  # it is of another type, or of a caller's class
+            raise SnapshotError(f"path is a {type(path).__name__}: must be the path of a file") from None
+        return SnapshotTarget(place, self._identity(), self._key, self._input_processor.adapter_scales)
 
     def _identity(self) -> dict[str, str]:
         """Return the values that a snapshot's reader must share; the digest of the weights is computed on first use."""

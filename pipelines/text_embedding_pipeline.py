@@ -12,7 +12,7 @@ import openvino_genai as genai
 
 from staticllm.config import is_whole
 from staticllm.core import OnProgress
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, shown
 from staticllm.pipelines.embedding.embedding_config import (
     POOLINGS,
     EmbeddingConfig,
@@ -255,9 +255,9 @@ class StaticEmbeddingPipeline(EncoderPipeline):
 
     def _named(self, name: str) -> str:
         known = self.prompts
-        if not isinstance(name, str) or name not in known:
-            raise ConfigError(f"prompt_name={name!r}: must be one of {', '.join(known)}, or None")
-        return known[name]
+        if not isinstance(name, str) or (plain := str.__str__(name)) not in known:
+            raise ConfigError(f"prompt_name={shown(name)}: must be one of {', '.join(known)}, or None")
+        return known[plain]
 
     def _instruction(self, kind: Literal["query", "document"]) -> str:
         given = self._config.query_instruction if kind == "query" else self._config.embed_instruction
@@ -270,7 +270,7 @@ class StaticEmbeddingPipeline(EncoderPipeline):
         if dimensions is None:
             return
         if not is_whole(dimensions, 1, self.width):
-            raise ConfigError(f"dimensions={dimensions!r}: must be a whole number from 1 to {self.width}")
+            raise ConfigError(f"dimensions={shown(dimensions)}: must be a whole number from 1 to {self.width}")
 
     def _cut(self, vectors: Vectors, dimensions: int | None) -> Vectors:
         """Return the leading ``dimensions``, all for None, normalised again if vectors are."""

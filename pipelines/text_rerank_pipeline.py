@@ -9,8 +9,9 @@ import numpy as np
 import openvino_genai as genai
 from numpy.typing import NDArray
 
+from staticllm.config import one_of
 from staticllm.core import OnProgress
-from staticllm.errors import ConfigError, ModelError, PromptError
+from staticllm.errors import ConfigError, ModelError, PromptError, shown
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.embedding_config import RerankConfig, resolved_config
 from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
@@ -110,6 +111,11 @@ class StaticRerankPipeline(EncoderPipeline):
         super().__init__(directory, device, choices, serving, properties, tokenizer)
         info = self._served.info
         try:
+            if score_words is not None and info.output == "scores":
+                raise ConfigError(
+                    f"score_words={shown(score_words)}: the words are for causal language models, this model gives scores "
+                    "itself: leave them out"
+                )
             self._activation: Activation = chosen_activation(activation, directory, _num_labels(info, words))
         except BaseException:
             self.close()
@@ -250,7 +256,7 @@ def _num_labels(info: EncoderInfo, words: tuple[str, str]) -> int:
         return info.width
     if info.head == "cut":
         raise ModelError(
-            f"{words[0]!r} or {words[1]!r} is not a single token: give words of this model's vocabulary by score_words="
+            f"{shown(words[0])} or {shown(words[1])} is not a single token: give words of this model's vocabulary by score_words="
         )
     raise ModelError(
         "the model gives hidden states and no scores: export it with --task text-classification, or embed with "
@@ -259,8 +265,7 @@ def _num_labels(info: EncoderInfo, words: tuple[str, str]) -> int:
 
 
 def _check_scoring(activation: object, words: object) -> None:
-    if activation not in (None, *ACTIVATIONS):
-        raise ConfigError(f"activation={activation!r}: must be one of {', '.join(ACTIVATIONS)}, or None")
+    one_of("activation", activation, (None, *ACTIVATIONS))
     is_pair = isinstance(words, (tuple, list)) and len(words) == 2 and all(isinstance(word, str) for word in words)
     if words is not None and not is_pair:
-        raise ConfigError(f"score_words={words!r}: must be two words, of a bad and of a good text")
+        raise ConfigError(f"score_words={shown(words)}: must be two words, of a bad and of a good text")

@@ -297,7 +297,7 @@ def ours_alone(figures: Figures, options: argparse.Namespace) -> None:
 def grammars(figures: Figures, options: argparse.Namespace) -> None:
     """Measure masks of a JSON schema with the model's vocabulary, and their share that the device hides."""
     if importlib.util.find_spec("llguidance") is None:
-        print("no figures of grammars: pip install 'staticllm[structured]'", file=sys.stderr)
+        print("no figures of grammars: pip install llguidance", file=sys.stderr)
         return
     for name, value in mask_figures(Path(Peer("ours", model=options.model).path), options.rounds).items():
         figures.add(f"grammar_{name}", "ours", value)

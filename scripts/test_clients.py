@@ -12,7 +12,7 @@ import sys
 
 from _setup import ROOT, make_environment, run
 
-EXTRAS = "server,test,structured,clients,browser,otel,cluster"
+EXTRAS = "server,test,clients,browser,otel,cluster"
 NPM = ("openai@^6.49", "ollama@^0.6.4")
 TESTS = (
     "test_clients.py",

@@ -65,7 +65,7 @@ def whole(name: str, value: object, least: int, most: int = MAX_LEN) -> int:
     """
     try:
         number = as_whole(value).__index__()
-    except (AttributeError, TypeError):
+    except Exception:  # the value is no number, or of a caller's class
         number = None
     if number is None or isinstance(value, bool) or not least <= number <= most:
         limits = f"from {least} to {most}" if most <= MAX_LEN else f"of {least} or more"
@@ -73,10 +73,18 @@ def whole(name: str, value: object, least: int, most: int = MAX_LEN) -> int:
     return int(number)
 
 
+def as_float(value: object) -> float | None:
+    """Return a number as a float; None if it is no number, or is one that no float holds. ``True`` is none."""
+    try:
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+    except OverflowError:
+        return None
+
+
 def _path(name: str, value: Any) -> str:
     try:
         path = os.fsdecode(value)
-    except TypeError:
+    except Exception:  # it is no path, or of a caller's class
         path = ""
     if not path or "\0" in path:
         raise ConfigError(f"{name}={shown(value)}: must be the path of a file or folder")
@@ -178,8 +186,11 @@ def _source_spec(name: str, value: Any) -> SourceSpec:
 
 def _sizes(name: str, value: Any, least: int) -> tuple[int, ...]:
     """Return one size, or several, from ``least``: sorted, each once."""
-    sizes = [value] if isinstance(value, int) else value
-    if isinstance(sizes, str) or not hasattr(sizes, "__iter__"):
+    try:
+        sizes = [value] if isinstance(value, int) else list(value)
+    except Exception:  # it has no items, or is of a caller's class
+        sizes = None
+    if sizes is None or isinstance(value, str):
         raise ConfigError(f"{name}={shown(value)}: must be a list of whole numbers")
     found = tuple(sorted({whole(name, item, least) for item in sizes}))
     if not found:

@@ -82,7 +82,7 @@ def named_devices(text: str, available: Sequence[str]) -> list[str]:
 
 def type_name(value: object) -> str:
     """Return the name of an element type, for example ``f32``, of OpenVINO's object or of a string."""
-    name: str = getattr(value, "get_type_name", lambda: str(value))()
+    name: str = getattr(value, "get_type_name", lambda: value if isinstance(value, str) else shown(value))()
     return name
 
 

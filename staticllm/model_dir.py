@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -56,16 +57,15 @@ def check_model_dir(
         return path
     if isinstance(path, str) and "<net" in path:
         raise ModelError("a model as a str needs its weights: pass an openvino.Tensor with them, then the tokenizer")
-    try:
-        directory = Path(os.fsdecode(path))
-    except TypeError:
-        raise ModelError(f"models_path is a {type(path).__name__}: must be the path of a model directory") from None
+    directory = path_of(path)
     if model_file != MODEL_XML:
         check_ir(directory / model_file, Path(weights) if weights else None, is_encrypted)
         return directory
     found = located(directory, needs_tokenizer)
     if not found.is_loadable:
         raise ModelError(found.problem)
+    if found.is_guess:
+        warnings.warn(f"{found.note}: write that name to have the same model whatever else is pulled", stacklevel=4)
     directory = _converted(found.directory, on_progress) if found.is_converted else found.directory
     for name in (MODEL_XML, *(TOKENIZER_XML if needs_tokenizer else ())):
         is_model = name == MODEL_XML
@@ -73,6 +73,14 @@ def check_model_dir(
         if not is_model:
             _check_texts(directory / name, ir)
     return directory
+
+
+def path_of(path: object) -> Path:
+    """Return the path that a user gave. Raises ``ModelError`` (it is none)."""
+    try:
+        return Path(os.fsdecode(path))  # type: ignore[arg-type]
+    except Exception:  # it is of another type, or of a caller's class
+        raise ModelError(f"models_path is a {type(path).__name__}: must be the path of a model directory") from None
 
 
 def _converted(path: Path, on_progress: OnProgress) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent
-from staticllm.errors import ConfigError, ModelError, pipeline_closed
+from staticllm.errors import ConfigError, ModelError, pipeline_closed, shown
 from staticllm.model_dir import model_in_memory
 from staticllm.pipelines.daemon_client.daemon_link import DaemonLink
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection, OnLost
@@ -63,6 +63,12 @@ class RemoteLaunched:
 Launch = Callable[[Path, Sequence[Candidate], Policy, OnProgress], RemoteLaunched]
 
 
+def check_home(daemon: object) -> None:
+    """Check the argument ``daemon`` of a pipeline. Raises ``ConfigError`` (it is something else than a bool or a home)."""
+    if not isinstance(daemon, bool) and not hasattr(daemon, "adopt"):
+        raise ConfigError(f"daemon={shown(daemon)}: must be True, False or a DaemonHome")
+
+
 def remote_launcher(
     daemon: bool | DaemonHome,
     draft: DraftSource | None = None,
@@ -78,8 +84,7 @@ def remote_launcher(
     cannot be sent to another process, ``DeviceError`` if no daemon can be reached, and another ``StaticLLMError`` if the
     daemon refuses the model; the message says why. Raises ``ConfigError`` (``daemon`` is something else).
     """
-    if not isinstance(daemon, bool) and not hasattr(daemon, "adopt"):
-        raise ConfigError(f"daemon={daemon!r}: must be True, False or a DaemonHome")
+    check_home(daemon)
     home = UserDaemon() if isinstance(daemon, bool) else daemon
     return partial(_launch, home, draft, has_own_tokenizer, speech)
 

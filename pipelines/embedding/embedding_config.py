@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import NoneType
 from typing import TypeAlias, TypeVar
@@ -11,7 +12,7 @@ import openvino_genai as genai
 
 from staticllm.config import as_whole, is_whole
 from staticllm.core import Pooling
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, shown
 
 PoolingType: TypeAlias = genai.TextEmbeddingPipeline.PoolingType
 POOLINGS: dict[object, Pooling] = {
@@ -48,14 +49,16 @@ class EmbeddingConfig:
         for name in ("max_length", "batch_size"):
             value = getattr(self, name)
             if value is not None and not is_whole(value, 1):
-                raise ConfigError(f"{name}={value!r}: must be a whole number from 1, or None")
+                raise ConfigError(f"{name}={shown(value)}: must be a whole number from 1, or None")
         if not isinstance(self.normalize, bool):
-            raise ConfigError(f"normalize={self.normalize!r}: must be True or False")
+            raise ConfigError(f"normalize={shown(self.normalize)}: must be True or False")
         for name in ("query_instruction", "embed_instruction"):
             if not isinstance(value := getattr(self, name), (str, NoneType)):
-                raise ConfigError(f"{name}={value!r}: must be a str, or None for what the model's files say")
-        if self.pooling_type is not None and self.pooling_type not in POOLINGS:
-            raise ConfigError(f"pooling_type={self.pooling_type!r}: must be a PoolingType: CLS, MEAN or LAST_TOKEN")
+                raise ConfigError(f"{name}={shown(value)}: must be a str, or None for what the model's files say")
+        if type(self.pooling_type) not in (type(PoolingType.CLS), NoneType):
+            raise ConfigError(
+                f"pooling_type={shown(self.pooling_type)}: must be a PoolingType: CLS, MEAN or LAST_TOKEN"
+            )
 
 
 @dataclass
@@ -76,9 +79,27 @@ class RerankConfig:
     def validate(self) -> None:
         """Check the values. Raises ``ConfigError`` (a value is impossible)."""
         if not is_whole(self.top_n, 1):
-            raise ConfigError(f"top_n={self.top_n!r}: must be a whole number from 1")
+            raise ConfigError(f"top_n={shown(self.top_n)}: must be a whole number from 1")
         if self.max_length is not None and not is_whole(self.max_length, 1):
-            raise ConfigError(f"max_length={self.max_length!r}: must be a whole number from 1, or None")
+            raise ConfigError(f"max_length={shown(self.max_length)}: must be a whole number from 1, or None")
+
+
+WITHOUT_EFFECT: Mapping[str, str] = {
+    "pad_to_max_length": "texts are packed, not padded",
+    "padding_side": "texts are packed, not padded",
+    "batch_size": "a call has any number of texts",
+}
+"""The fields of GenAI's configs that are taken and change nothing, and why; docs/reference/options.md lists them."""
+
+
+def markdown() -> str:
+    """Return the fields without effect, as a table of ``docs/reference/options.md``."""
+    configs = {"StaticEmbeddingPipeline": EmbeddingConfig, "StaticRerankPipeline": RerankConfig}
+    lines = ["| option | of | why |", "|---|---|---|"]
+    for name, reason in WITHOUT_EFFECT.items():
+        having = [f"`{pipeline}`" for pipeline, kind in configs.items() if name in {item.name for item in fields(kind)}]
+        lines.append(f"| `{name}` | {', '.join(having)} | {reason[0].upper()}{reason[1:]}. |")
+    return "\n".join(lines)
 
 
 AnyConfig = TypeVar("AnyConfig", EmbeddingConfig, RerankConfig)

@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
 import openvino as ov
 import openvino_genai as genai
@@ -15,7 +14,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.devices import check_device, get_core, known_properties
 from staticllm.errors import ConfigError, DeviceError, enough_memory
-from staticllm.model_dir import check_model_dir, max_positions
+from staticllm.model_dir import check_model_dir, max_positions, path_of
 from staticllm.pipelines.artifacts.blob_set import is_ours
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices, EncoderJob, EncoderKind
@@ -54,7 +53,7 @@ def encoder_job(
     damaged), ``DeviceError`` (``check`` refuses the device) and ``ConfigError`` (a property is unknown, or is no option of an
     encoder).
     """
-    if isinstance(models_path, (str, os.PathLike)) and is_ours(Path(models_path)):
+    if is_ours(path_of(models_path)):
         raise ConfigError(
             f"{str(models_path)!r} is a blob set: give the directory of its model, and the set with BLOB_PATH"
         )

@@ -8,7 +8,8 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.errors import ConfigError, last_line
+from staticllm.config import one_of
+from staticllm.errors import MAX_SHOWN, ConfigError, last_line
 
 OutputType = Literal["float32", "int8", "uint8", "binary", "ubinary"]
 """One value per dimension in the first three; one bit in the others, eight to a value, as int8 and as uint8."""
@@ -34,7 +35,7 @@ def as_vectors(given: Any) -> NDArray[Any]:
             return found.astype(np.float32)
         reason = f"it holds {found.dtype}"
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        reason = last_line(error)
+        reason = last_line(error)[:MAX_SHOWN]
     raise ConfigError(
         f"calibration is a {type(given).__name__} of which numpy makes no array of numbers ({reason}): give vectors [n, width]"
     ) from None
@@ -45,8 +46,7 @@ def check_output_type(output_type: str, calibration: NDArray[Any] | None, width:
 
     Raises ``ConfigError`` (the type is unknown, or the calibration does not fit it).
     """
-    if output_type not in OUTPUT_TYPES:
-        raise ConfigError(f"output_type={output_type!r}: must be one of {', '.join(OUTPUT_TYPES)}")
+    one_of("output_type", output_type, OUTPUT_TYPES)
     if calibration is None:
         return
     if not has_ranges(output_type):

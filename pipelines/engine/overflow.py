@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from staticllm.errors import GenerationConfigError
+from staticllm.errors import GenerationConfigError, shown
 
 OverflowRule = Literal["stop", "truncate_middle", "shift", "context_shift"]
 """Rules for a conversation that fills its slots. The tokens that remain are recomputed, so that they work for any model.
@@ -44,9 +44,10 @@ def overflow_rule(name: object) -> OverflowRule:
     Raises:
         GenerationConfigError: there is no such rule.
     """
-    if name not in RULES:
-        raise GenerationConfigError(f"overflow={name!r}: must be one of {', '.join(RULES)}")
-    return name
+    found = next((rule for rule in RULES if isinstance(name, str) and str.__eq__(name, rule)), None)
+    if found is None:
+        raise GenerationConfigError(f"overflow={shown(name)}: must be one of {', '.join(RULES)}")
+    return found
 
 
 def shorten(tokens: list[int], limit: int, rule: OverflowRule) -> list[int]:

@@ -186,11 +186,15 @@ class TokenOutput:
 
 @dataclass(frozen=True)
 class Finished:
-    """The last output of answer ``index``. ``error`` is the exception that ended it, if one did."""
+    """The last output of answer ``index``. ``error`` is the exception that ended it, if one did.
+
+    ``is_found`` is False for an answer of a beam search that found fewer than were requested.
+    """
 
     reason: FinishReason
     error: BaseException | None = None
     index: int = 0
+    is_found: bool = True
 
 
 Output = TokenOutput | Finished
@@ -201,7 +205,7 @@ def output_to_dict(output: Output) -> dict[str, Any]:
     if isinstance(output, TokenOutput):
         return asdict(output)
     error = None if output.error is None else to_wire(output.error)
-    return {"reason": str(output.reason), "error": error, "index": output.index}
+    return {"reason": str(output.reason), "error": error, "index": output.index, "is_found": output.is_found}
 
 
 def output_from_dict(values: Mapping[str, Any]) -> Output:
@@ -213,7 +217,7 @@ def output_from_dict(values: Mapping[str, Any]) -> Output:
     if "id" in values:
         return TokenOutput(**values)
     error = None if values["error"] is None else from_wire(values["error"])
-    return Finished(FinishReason(values["reason"]), error, values["index"])
+    return Finished(FinishReason(values["reason"]), error, values["index"], values["is_found"])
 
 
 Listener = Callable[[Output], None]

@@ -281,10 +281,14 @@ class RequestState(ActiveRequest):
         return self.finish_from(len(self.sequences), reason, error)
 
     def finish_from(self, first: int, reason: FinishReason, error: Exception | None = None) -> bool:
-        """End every answer from index ``first`` on that has not ended. Return whether the whole request has ended."""
+        """End every answer from index ``first`` on that has not ended. Return whether the whole request has ended.
+
+        Those of a beam search are none: it reports what it found itself.
+        """
+        is_found = self.request.beams is None
         for index in range(first, self.request.num_sequences):
             if index not in self._finished:
-                self._finish_one(index, partial(self.queue.put, Finished(reason, error, index)))
+                self._finish_one(index, partial(self.queue.put, Finished(reason, error, index, is_found)))
         return len(self._finished) == self.request.num_sequences
 
     def _finish_one(self, index: int, post_end: Callable[[], None]) -> None:

@@ -172,10 +172,11 @@ class GrammarCompiler:
     def _new_tokenizer(self, vocab_size: int) -> LLTokenizer:
         try:
             from llguidance import LLTokenizer
-        except ModuleNotFoundError:
+        except ModuleNotFoundError as error:  # also of its metadata, which it reads for its version
             raise GenerationConfigError(
-                "grammars need the package llguidance: pip install 'staticllm[structured]'"
-            ) from None
+                f"grammars need the package llguidance, which cannot be imported ({last_line(error)}): pip install llguidance; a "
+                "frozen program must collect it with its metadata (docs/desktop.md)"
+            ) from error
         except (OSError, ImportError) as error:
             raise StaticLLMError(
                 f"the package llguidance, which grammars need, cannot be read now: {last_line(error)}: close files or raise the "

@@ -15,7 +15,15 @@ import openvino_genai as genai
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress
 from staticllm.devices import check_device, get_core, named_devices, supported_properties
-from staticllm.errors import ConfigError, DeviceError, GenerationConfigError, ModelError, enough_memory, last_line
+from staticllm.errors import (
+    ConfigError,
+    DeviceError,
+    GenerationConfigError,
+    ModelError,
+    enough_memory,
+    last_line,
+    shown,
+)
 from staticllm.model_dir import check_model_dir, keep_in_memory
 from staticllm.pipelines.generation.options.resolve import FileOptions, unreadable_field, values_of
 from staticllm.pipelines.launch.genai_properties import from_genai, plain_properties
@@ -62,7 +70,7 @@ def positional(args: tuple[Any, ...], device: Any, config: Any, tokenizer: Any) 
         tokenizer = rest.pop(0) or tokenizer
     if rest and not isinstance(rest[0], (Mapping, StaticLLMConfig, genai.GenerationConfig)):
         if device is not None:
-            raise ConfigError(f"the device is given twice: {rest[0]!r} by position and {device!r} by name")
+            raise ConfigError(f"the device is given twice: {shown(rest[0])} by position and {shown(device)} by name")
         device = rest.pop(0)
     generation_config = rest.pop(0) if rest and isinstance(rest[0], genai.GenerationConfig) else None
     if rest and config is None:
@@ -130,7 +138,9 @@ def resolve_candidates(devices: str, config: Config, properties: dict[str, Any])
             supported[name] = frozenset()
     if isinstance(config, StaticLLMConfig):
         if properties:
-            raise ConfigError(f"both a StaticLLMConfig and the property {next(iter(properties))!r}: give one of them")
+            raise ConfigError(
+                f"both a StaticLLMConfig and the property {shown(next(iter(properties)))}: give one of them"
+            )
         plain = ResolvedConfig.of(_with_plain_properties(config))
         return [Candidate(name, plain.config, plain.explicit) for name in names]
     if config is not None and not isinstance(config, Mapping):
@@ -169,10 +179,10 @@ def _only(properties: Mapping[str, Any], supported: frozenset[str]) -> dict[str,
 def read_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:
     """Read the tokenizer in a model directory. Raises ``ModelError`` (the tokenizer cannot be read)."""
     try:
-        with enough_memory(ModelError, f"the tokenizer in {str(directory)!r}"), kept_signal_stack():
+        with enough_memory(ModelError, f"the tokenizer in {shown(str(directory))}"), kept_signal_stack():
             return genai.Tokenizer(directory)
     except RuntimeError as error:
-        raise ModelError(f"the tokenizer in {str(directory)!r} cannot be read: {last_line(error)}") from error
+        raise ModelError(f"the tokenizer in {shown(str(directory))} cannot be read: {last_line(error)}") from error
 
 
 def read_tool_template(directory: Path) -> str:
@@ -218,8 +228,8 @@ def read_generation_config(directory: Path, tokenizer: genai.Tokenizer) -> ReadC
         config = genai.GenerationConfig(path) if is_there else genai.GenerationConfig()
     except RuntimeError as error:
         if wrong := _unreadable_field(path):
-            raise GenerationConfigError(f"{str(path)!r}: {wrong}; correct it in this file") from None
-        raise ModelError(f"{str(path)!r} cannot be read: {last_line(error)}") from error
+            raise GenerationConfigError(f"{shown(str(path))}: {wrong}; correct it in this file") from None
+        raise ModelError(f"{shown(str(path))} cannot be read: {last_line(error)}") from error
     file = FileOptions(str(path), values_of(config)) if is_there else None
     if config.eos_token_id == -1 and tokenizer.get_eos_token_id() != -1:
         config.set_eos_token_id(tokenizer.get_eos_token_id())

@@ -15,7 +15,7 @@ import openvino_genai as genai
 
 from staticllm.core import OnProgress
 from staticllm.errors import ConfigError
-from staticllm.model_dir import check_model_dir
+from staticllm.model_dir import check_model_dir, path_of
 from staticllm.pipelines.engine.speculation.draft_model import DraftModel
 from staticllm.pipelines.launch.arguments import Given, read_tokenizer, resolve_candidates
 from staticllm.pipelines.launch.engine import Launched, load_first
@@ -43,7 +43,7 @@ def draft_model(models_path: str | os.PathLike[str], device: str = "", **propert
         device: The device that runs it; "" for that of the pipeline.
         properties: Properties as for ``StaticLLMPipeline``. Lengths, ``MAX_NUM_SEQS`` and ``KV_SLOTS`` default to the pipeline's.
     """
-    return DraftSource(Path(models_path), device, properties)
+    return DraftSource(path_of(models_path), device, properties)
 
 
 def take_draft_source(given: Given, properties: dict[str, Any]) -> tuple[Given, DraftSource | None]:

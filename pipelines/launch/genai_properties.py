@@ -11,7 +11,7 @@ import openvino as ov
 import openvino_genai as genai
 
 from staticllm.config import MAX_SEQS, switch
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, shown
 from staticllm.pipelines.generation.genai_adapters import adapter_set_of
 from staticllm.properties import as_number
 
@@ -58,7 +58,10 @@ def _plain_value(value: Any) -> Any:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, Mapping):
-        return plain_properties(value)
+        try:
+            return plain_properties(value)
+        except RecursionError:
+            raise ConfigError("a property holds dicts in dicts without end: give one dict of properties") from None
     if isinstance(value, ov.Type):
         return value.get_type_name()
     is_enum = type(value).__module__.startswith("openvino.") and hasattr(type(value), "__members__")
@@ -70,13 +73,13 @@ def _plain_value(value: Any) -> Any:
 
 def _attention_backend(properties: dict[Any, Any], value: object) -> None:
     """Drop the choice of a backend: both give the same tokens, and here attention runs in the step programs."""
-    if value not in _BACKENDS:
-        raise ConfigError(f"ATTENTION_BACKEND={value!r}: must be SDPA or PA, and has no effect here: leave it out")
+    if not any(isinstance(value, str) and str.__eq__(value, name) for name in _BACKENDS):
+        raise ConfigError(f"ATTENTION_BACKEND={shown(value)}: must be SDPA or PA, and has no effect here: leave it out")
 
 
 def _path(name: str) -> Callable[[dict[Any, Any], Any], None]:
     def take(properties: dict[Any, Any], value: object) -> None:
-        if value != "":  # an empty string is no path: it turns the cache off, for example
+        if not isinstance(value, str) or value:  # an empty string is no path: it turns the cache off, for example
             properties[name] = value
 
     return take

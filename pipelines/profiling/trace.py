@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from staticllm.config import is_whole
-from staticllm.errors import ConfigError, StaticLLMError
+from staticllm.errors import ConfigError, StaticLLMError, shown
 from staticllm.pipelines.profiling.chrome_trace import from_chrome, to_chrome
 from staticllm.pipelines.profiling.records import JobRecord, Record, RequestRecord, StepRecord
 from staticllm.pipelines.profiling.stats import Profiler
@@ -19,6 +19,8 @@ from staticllm.system.files import write_whole
 
 MAX_RECORDS = 100_000
 """The default number of records in a trace; a record takes a few hundred bytes in memory and in the file."""
+MOST_RECORDS = 10**9
+"""The most that can be asked for."""
 
 
 class Trace:
@@ -100,8 +102,8 @@ def recording(profiler: Profiler, max_records: int = MAX_RECORDS) -> Iterator[Tr
         StaticLLMError: another recording is in progress.
         ConfigError: ``max_records`` is not a whole number of at least 1.
     """
-    if not is_whole(max_records, 1):
-        raise ConfigError(f"max_records={max_records!r}: must be a whole number, 1 or more")
+    if not is_whole(max_records, 1, MOST_RECORDS):
+        raise ConfigError(f"max_records={shown(max_records)}: must be a whole number from 1 to {MOST_RECORDS}")
     if profiler.trace is not None:
         raise StaticLLMError("a trace is being recorded already: end that one first")
     trace = Trace(max_records=int(max_records))

@@ -11,7 +11,7 @@ from itertools import islice
 
 from staticllm.config import schedulers
 from staticllm.core import Variant
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, shown
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling import policies
 from staticllm.pipelines.scheduling.between_blocks import due_step
@@ -35,11 +35,11 @@ MAX_WAIT_SHARE = 0.2
 
 def make_policy(scheduler: object) -> Policy:
     """Return the shipped policy of this name, or the user's own object. Raises ``ConfigError`` (neither)."""
-    if isinstance(scheduler, str) and scheduler in POLICIES:
-        return POLICIES[scheduler]()
+    if isinstance(scheduler, str) and (name := str.__str__(scheduler)) in POLICIES:
+        return POLICIES[name]()
     if isinstance(scheduler, type) or not callable(getattr(scheduler, "plan", None)):
         raise ConfigError(
-            f"scheduler={scheduler!r}: must be one of {', '.join(POLICIES)}, or an object with a method plan(view)"
+            f"scheduler={shown(scheduler)}: must be one of {', '.join(POLICIES)}, or an object with a method plan(view)"
         )
     return scheduler  # type: ignore[return-value]
 
@@ -270,7 +270,7 @@ def _declared(policy: Policy, name: str) -> bool:
         found = getattr(policy, name, False)
     except Exception as error:
         raise ConfigError(
-            f"{name} of the scheduler {type(policy).__name__} raised {error!r}: must be a bool"
+            f"{name} of the scheduler {type(policy).__name__} raised {shown(error)}: must be a bool"
         ) from error
     if not isinstance(found, bool):
         kind = type(policy).__name__
@@ -284,7 +284,7 @@ def _decides_between_blocks(policy: Policy) -> bool:
         return callable(getattr(policy, "between_blocks", None))
     except Exception as error:
         raise ConfigError(
-            f"between_blocks of the scheduler {type(policy).__name__} raised {error!r}: must be a method"
+            f"between_blocks of the scheduler {type(policy).__name__} raised {shown(error)}: must be a method"
         ) from error
 
 
@@ -333,7 +333,7 @@ class _PolicyError(Exception):
 def _reason(error: Exception) -> str:
     """Return what the warning says about a policy's error."""
     is_known = isinstance(error, (IllegalPlanError, _StallError, _PolicyError))
-    return str(error) if is_known else f"it raised {error!r}"
+    return str(error) if is_known else f"it raised {shown(error)}"
 
 
 class _PolicyThread:
@@ -448,6 +448,6 @@ def _whole(value: object) -> int:
 def _shown(error: BaseException) -> _PolicyError:
     """Return the exception of a policy as text; its own ``__repr__`` may fail."""
     try:
-        return _PolicyError(f"it raised {error!r}"[:500])
+        return _PolicyError(f"it raised {shown(error)}"[:500])
     except BaseException:
         return _PolicyError(f"it raised {type(error).__name__}")

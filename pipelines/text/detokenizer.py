@@ -17,7 +17,8 @@ class IncrementalDetokenizer:
     """Decodes one answer incrementally.
 
     Text is held back while its last character is incomplete, and while it may be the beginning of a stop string. Stop strings
-    count only after the texts ``lead``, which come one after the other, with other text between them.
+    count only after the texts ``lead``, which come one after the other, with other text between them. Of several that one token
+    completes, the first in alphabetical order cuts the text, as in GenAI.
     """
 
     def __init__(
@@ -79,9 +80,9 @@ class IncrementalDetokenizer:
                 return
             search_from = place + len(self._lead.pop(0))
             self._lead_end = search_from
-        found = [(place, stop) for stop in self._stops if (place := self.text.find(stop, search_from)) >= 0]
+        found = [(stop, place) for stop in self._stops if (place := self.text.find(stop, search_from)) >= 0]
         if found:
-            place, stop = min(found)
+            stop, place = found[0]  # as in GenAI, of several that a token completes the first in alphabetical order
             self.text = self.text[: place + (len(stop) if self._include_stop else 0)]
             self.is_stopped = True
 

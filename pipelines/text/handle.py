@@ -327,7 +327,8 @@ class GenerationHandle:
             self._thread.join(timeout)
         for _ in self._read(until):
             pass
-        return kept_outputs([self._outputs[index] for index in range(len(self._processors))], self._prepared.options)
+        found = [index for index, end in enumerate(self._ends) if not index or (end is not None and end.is_found)]
+        return kept_outputs([self._outputs[index] for index in found], self._prepared.options)
 
     def output(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end and return the first answer with its timings.

@@ -16,7 +16,7 @@ import openvino_genai as genai
 from numpy.typing import NDArray
 
 from staticllm.adapters.adapter_set import AdapterSet, AdapterUse
-from staticllm.config import StaticLLMConfig
+from staticllm.config import StaticLLMConfig, as_float
 from staticllm.devices import read_first_tensor
 from staticllm.errors import (
     AdapterError,
@@ -189,7 +189,7 @@ class InputProcessor:
 
     @generation_config.setter
     def generation_config(self, config: genai.GenerationConfig) -> None:
-        resolve(config, {}, self._file_options)
+        resolve(_checked_config(config, "an openvino_genai.GenerationConfig"), {}, self._file_options)
         self._generation_config = self._complete(config)
 
     @property
@@ -223,9 +223,10 @@ class InputProcessor:
         started = time.perf_counter()
         options = resolve(*self._base_config(config, overrides), self._file_options)
         check_priority(priority)
-        if deadline_ms is not None and (not isinstance(deadline_ms, (int, float)) or not deadline_ms > 0):
+        limit = math.inf if deadline_ms is None else as_float(deadline_ms)
+        if limit is None or not limit > 0:
             raise GenerationConfigError(f"deadline_ms={shown(deadline_ms)}: must be milliseconds, more than 0")
-        deadline = None if deadline_ms in (None, math.inf) else started + deadline_ms / 1e3
+        deadline = None if limit == math.inf else started + limit / 1e3
         rule = overflow_rule(overflow)
         if options.beams is not None and rule != "stop":
             raise GenerationConfigError(f"overflow={shown(rule)} with num_beams: beams cannot be shortened; use 'stop'")
@@ -383,11 +384,7 @@ class InputProcessor:
             return self._generation_config, {**config, **overrides}
         if config is None:
             return self._generation_config, overrides
-        if not isinstance(config, genai.GenerationConfig):
-            raise GenerationConfigError(
-                f"generation_config is a {type(config).__name__}: must be an openvino_genai.GenerationConfig or a dict"
-            )
-        return self._complete(config), overrides
+        return self._complete(_checked_config(config, "an openvino_genai.GenerationConfig or a dict")), overrides
 
     def _complete(self, config: genai.GenerationConfig) -> genai.GenerationConfig:
         """Return a copy whose missing stop and end tokens come from the model's own config, as in GenAI."""
@@ -398,6 +395,13 @@ class InputProcessor:
         if copied.eos_token_id == -1 and own.eos_token_id != -1:
             copied.set_eos_token_id(own.eos_token_id)
         return copied
+
+
+def _checked_config(config: object, expected: str) -> genai.GenerationConfig:
+    """Return a config that a caller gave. Raises GenerationConfigError: it is no ``expected`` one."""
+    if not isinstance(config, genai.GenerationConfig):
+        raise GenerationConfigError(f"generation_config is a {type(config).__name__}: must be {expected}")
+    return config
 
 
 def _check_no_tools(tools: ToolOptions, where: str) -> None:

@@ -302,11 +302,12 @@ def _own_seconds(token: TokenOutput) -> float:
 
 
 def kept_outputs(outputs: list[RequestOutput], options: GenerationOptions) -> list[RequestOutput]:
-    """Return the answers that were requested: with ``best_of`` the most likely, and of a search those that it found."""
+    """Return the answers that were requested: with ``best_of`` the most likely."""
     if options.extra.best_of:
-        return sorted(outputs, key=lambda output: -output.score)[: options.num_return_sequences]
-    is_search = options.beams is not None
-    return [output for index, output in enumerate(outputs) if not is_search or output.tokens or not index]
+        # the score of no tokens would be the best one, but such an answer had no turn before the request ended
+        best = sorted(outputs, key=lambda output: (not output.token_times, -output.score))
+        return best[: options.num_return_sequences]
+    return outputs
 
 
 Results = GeneratedText | DecodedResults | EncodedResults

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import warnings
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
@@ -61,6 +62,30 @@ _SECTIONS = {
     },
 }
 """Section of the help → name → the command in its module, which is imported when it is used, and what it does, in a line."""
+_OF_OTHERS = {
+    "show": "staticllm inspect MODEL and staticllm list describe models",
+    "info": "staticllm inspect MODEL and staticllm list describe models",
+    "cp": "a model has the name that it is served by: staticllm serve NAME=MODEL",
+    "create": "staticllm serve NAME=MODEL gives a name, and --config FILE a name, a device and options (docs/server.md)",
+    "alias": "staticllm serve NAME=MODEL gives a name, and --config FILE a name, a device and options (docs/server.md)",
+    "models": "staticllm list shows those of this computer, with --server those of a server",
+    "ls": "staticllm list shows those of this computer, with --server those of a server",
+    "chat": "staticllm run MODEL opens a chat",
+    "ask": "staticllm run MODEL PROMPT answers",
+    "generate": "staticllm run MODEL PROMPT answers",
+    "complete": "staticllm run MODEL PROMPT answers",
+    "remove": "staticllm rm MODEL removes one",
+    "delete": "staticllm rm MODEL removes one",
+    "download": "staticllm pull OWNER/NAME brings one",
+    "start": "staticllm serve MODEL starts a server",
+    "server": "staticllm serve MODEL starts a server",
+    "unload": "staticllm stop MODEL unloads one",
+    "status": "staticllm ps and staticllm top look at a server",
+    "convert": "staticllm export SOURCE DIR makes a model directory; GGUF files are converted when they are loaded",
+    "quantize": "staticllm export SOURCE DIR --weights int4 makes a model directory",
+    "push": "models are not published from here: hf upload does",
+}
+"""What other programs call their commands, and how it is done here."""
 _COMMANDS = {name: entry for section in _SECTIONS.values() for name, entry in section.items()}
 
 
@@ -72,6 +97,11 @@ class _Group(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
+            if cmd_name in _OF_OTHERS:
+                ctx.fail(f"No such command {cmd_name!r}: {_OF_OTHERS[cmd_name]}.")
+            near = get_close_matches(cmd_name, _COMMANDS, n=1)
+            if near:
+                ctx.fail(f"No such command {cmd_name!r}: did you mean {near[0]!r}?")
             return None
         module, _, name = _COMMANDS[cmd_name][0].partition(".")
         with ended_while_importing():

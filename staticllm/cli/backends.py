@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from staticllm.cli.options import Number, Whole, options_of, value
 from staticllm.cli.server_client import ServerClient
 
 if TYPE_CHECKING:
@@ -16,10 +17,38 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 Write = Callable[[str], bool]
 """Takes a piece of an answer, and returns whether the answer should stop."""
-REQUEST_FIELDS = {
-    "max_new_tokens": "max_tokens", "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "seed",
-}  # fmt: skip
-"""The fields of a request to a server, by the options of ``staticllm run``."""
+
+
+@dataclass(frozen=True)
+class SamplingFlag:
+    """A flag of ``staticllm run``: its ``name`` with underscores, its type and help, and what ``generate`` and servers call it.
+
+    ``option`` is the keyword of ``generate``, and ``field`` that of a request to a server.
+    """
+
+    name: str
+    kind: Any
+    help: str
+    option: str
+    field: str
+
+
+SAMPLING = (
+    SamplingFlag(
+        "temperature", Number(0, 1e6), "0 is greedy; without it the model's generation_config.json decides.",
+        "temperature", "temperature",
+    ),
+    SamplingFlag("top_p", Number(0, 1, min_open=True), "Sample from the smallest set with this probability.",
+                 "top_p", "top_p"),
+    SamplingFlag("top_k", Whole(0), "Sample from this many tokens.", "top_k", "top_k"),
+    SamplingFlag(
+        "min_p", Number(0, 1, max_open=True), "Sample from tokens with this share of the best one's probability.", "min_p",
+        "min_p",
+    ),
+    SamplingFlag("seed", Whole(0), "Seed for sampling.", "rng_seed", "seed"),
+)  # fmt: skip
+"""The flags that say how tokens are drawn: a row is the whole of one."""
+sampling_options = options_of(*(value(f"--{row.name.replace('_', '-')}", row.kind, row.help) for row in SAMPLING))
 
 
 @dataclass(frozen=True)
@@ -95,8 +124,7 @@ class LocalBackend:
 
 def generation_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of ``generate`` for those of ``staticllm run``."""
-    chosen = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "seed": "rng_seed"}
-    generation = {name: options[key] for key, name in chosen.items() if options[key] is not None}
+    generation = {row.option: options[row.name] for row in SAMPLING if options[row.name] is not None}
     if generation.get("temperature") == 0:  # greedy as everywhere else, also if the model's own config samples
         generation = {"do_sample": False}
     elif generation:
@@ -147,8 +175,13 @@ class ServerBackend:
     def __init__(self, client: ServerClient, model: str | None, options: Mapping[str, Any]) -> None:
         self._client = client
         self._is_raw = bool(options["raw"])
-        given = {name: options[key] for key, name in REQUEST_FIELDS.items() if options[key] is not None}
-        self._body = {**given, "stream": True, "stream_options": {"include_usage": True}}
+        given = {row.field: options[row.name] for row in SAMPLING if options[row.name] is not None}
+        self._body = {
+            **given,
+            "max_tokens": options["max_new_tokens"],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         if model is not None:
             self._body["model"] = model
 

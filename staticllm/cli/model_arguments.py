@@ -11,7 +11,7 @@ import click
 from staticllm.cli.pulling import brought
 from staticllm.errors import ModelError
 from staticllm.model_dir import demo_model_path
-from staticllm.model_paths.arguments import expanded, is_path
+from staticllm.model_paths.arguments import expanded, is_model_name, is_path
 from staticllm.model_paths.hub_names import parse_hub_name
 from staticllm.model_paths.path_kind import path_kind
 from staticllm.model_paths.path_kinds import HUB_NAME, SPEECH
@@ -29,10 +29,13 @@ class ModelAndPrompt:
     hint: str = ""
 
 
-def model_and_prompt(arguments: Sequence[str], named: str | None) -> ModelAndPrompt:
+def model_and_prompt(
+    arguments: Sequence[str], named: str | None, answering: str = "embedded demo model"
+) -> ModelAndPrompt:
     """Return what ``[MODEL] [PROMPT]`` are. ``named`` is the model that ``-m`` gives; then the argument is the prompt.
 
-    Raises ``UsageError`` (there are too many arguments, or the model is given twice).
+    ``answering``: what answers without a model. Raises ``UsageError`` (there are too many arguments, the model is given twice,
+    or a single word looks like the name of a model).
     """
     first = arguments[0] if arguments else None
     if len(arguments) > 2:
@@ -46,6 +49,11 @@ def model_and_prompt(arguments: Sequence[str], named: str | None) -> ModelAndPro
         return ModelAndPrompt(arguments[0], arguments[1], "" if is_path(arguments[0]) else f", or {IN_QUOTES}")
     if first is not None and is_path(first):
         return ModelAndPrompt(first, None, f"; {AS_PROMPT}")
+    if first is not None and is_model_name(first):
+        raise click.UsageError(
+            f"{first!r} looks like the name of a model, and alone it would be a prompt of the {answering}: give the model as a "
+            f"folder, a GGUF file or OWNER/NAME of Hugging Face (staticllm list shows those that are here); {AS_PROMPT}"
+        )
     return ModelAndPrompt(None, first)
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import click
+
 from staticllm.cli.progress import progress
 from staticllm.errors import ModelError
 from staticllm.model_paths.hub_names import HubName, parse_hub_name
 from staticllm.model_paths.path_kind import ModelPath, path_kind
-from staticllm.model_paths.path_kinds import HUB_NAME
+from staticllm.model_paths.path_kinds import HUB_NAME, HUB_REVISIONS
 from staticllm.sources.hub import is_complete, located
 
 
@@ -31,11 +33,15 @@ def brought(path: str, hint: str = "") -> ModelPath:
     """
     found = located(path)
     name = parse_hub_name(found.path.as_posix() if not found.title else path)
-    if name is None or not (found.kind is HUB_NAME or (found.title and not is_complete(found))):
+    if name is None or not (found.kind in (HUB_NAME, HUB_REVISIONS) or (found.title and not is_complete(found))):
+        if found.note:
+            click.echo(found.note, err=True)
         return found
     try:
         return replace(path_kind(pulled(name)), title=name.title)
     except ModelError as error:
-        if found.title:  # another program has brought it, and it may be all that there is
+        if (
+            found.title or found.kind is HUB_REVISIONS
+        ):  # another program has brought it, and it may be all that there is
             return found
         raise ModelError(f"{error}{'' if name.is_prefixed else hint}") from None

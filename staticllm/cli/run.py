@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from staticllm.cli.backends import Backend, LocalBackend, ServerBackend, generation_of
+from staticllm.cli.backends import SAMPLING, Backend, LocalBackend, ServerBackend, generation_of, sampling_options
 from staticllm.cli.chat import Chat
 from staticllm.cli.grouped_command import GroupedCommand
 from staticllm.cli.model_arguments import model_and_prompt, model_directory, served_name
 from staticllm.cli.options import (
     MODEL_HELP,
     PROGRAM_GROUP,
-    Number,
     Whole,
     as_text,
     check_output,
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 
 GROUPS = {
-    "Sampling": ("temperature", "top_p", "top_k", "seed"),
+    "Sampling": tuple(row.name for row in SAMPLING),
     "Output": ("stats", "as_json", "profile"),
     "A model of a server": ("server", "api_key"),
     **PROGRAM_GROUP,
@@ -46,6 +45,8 @@ OF_PIPELINES = (
 )  # fmt: skip
 """Options that a server decides about."""
 
+DEMO_ANSWERS = "the embedded demo model answers, which knows little: staticllm run MODEL [PROMPT] asks another one"
+
 
 @click.command("run", cls=GroupedCommand, groups=GROUPS)
 @click.argument("arguments", nargs=-1, metavar="[MODEL] [PROMPT]")
@@ -54,10 +55,7 @@ OF_PIPELINES = (
 @api_key_option
 @value("-n --max-new-tokens", Whole(1), "Longest answer, in tokens.", 256)
 @click.option("--system", default="", help="System message.")
-@value("--temperature", Number(0, 1e6), "0 is greedy; without it the model's generation_config.json decides.")
-@value("--top-p", Number(0, 1, min_open=True), "Sample from the smallest set with this probability.")
-@value("--top-k", Whole(0), "Sample from this many tokens.")
-@value("--seed", Whole(0), "Seed for sampling.")
+@sampling_options
 @flag("--raw", "Do not apply the chat template.")
 @flag("--stats", "Print timings to stderr.")
 @flag("--json as_json", "Print one JSON object instead of a stream.")
@@ -68,12 +66,13 @@ def command(
 ) -> None:
     """Generate text with MODEL: for PROMPT, for stdin if it is piped, else in a chat.
 
-    A single argument is the model if it is a path, or looks like one, and else the prompt of the embedded demo model.
+    A single argument is the model if it is a path, or looks like one, and else the prompt of the embedded demo model. A word that
+    looks like the name of a model, such as llama3.2, is refused.
 
     In a chat, Ctrl-C stops the answer, and a second Ctrl-C leaves; /help lists the commands. With --server, a model of that
     server answers.
     """
-    given = model_and_prompt(arguments, model)
+    given = model_and_prompt(arguments, model, "embedded demo model" if server is None else "server's model")
     directory = model_directory(given.model, given.hint) if server is None else ""  # before stdin, which may wait
     prompt = _prompt(given.prompt)
     options["system"] = as_text(options["system"], "--system")
@@ -90,6 +89,8 @@ def command(
         raise click.UsageError("--api-key goes with --server")
     if options["profile"] is not None:
         check_output(options["profile"])
+    if given.model is None:
+        click.echo(DEMO_ANSWERS, err=True)
     pipe = _load(directory, options)
     with profiling(pipe, options["profile"]):
         _respond(LocalBackend(pipe, generation_of(options)), prompt, options)

@@ -17,6 +17,24 @@ _HERE = re.compile(r"(\.{1,2}|~\w*)[/\\]|[A-Za-z]:[/\\]")
 _NO_PATH = re.compile(r"[?!]$|://|[\d/.,:]+$")
 """A word that is a question, an address of the web, or a number such as 24/7."""
 
+_SIZE = r"(?:\d+x)?\d+(?:\.\d+)?[bm]"
+_NAME = re.compile(
+    rf"""[a-z][\w.-]*:[a-z0-9][\w.-]*          # llama3.2:1b
+    |[a-z]{{2,}}[-_]?\d+\.\d+[\w.-]*            # qwen2.5, llama-3.2-instruct
+    |[a-z]{{3,}}\d{{1,2}}(?:[-_][\w.-]+)?        # phi3, qwen3-coder
+    |[a-z][\w.]*[-_][a-z]\d{{1,2}}(?:[-_.][\w.-]+)?    # deepseek-r1
+    |[a-z][\w.]*(?:[-_][\w.]+)*?[-_.:]{_SIZE}(?:[-_.][\w.-]+)?    # mistral-7b-instruct
+    |[\w.-]+[-._](?:i?q\d_[a-z0-9_]+|mxfp4|bf16|f16|gguf)    # with a quantization
+    """,
+    re.IGNORECASE | re.VERBOSE | re.ASCII,
+)
+"""One word that has a version, a size, a tag or a quantization, as names of models have."""
+
+
+def is_model_name(text: str) -> bool:
+    """Return whether one word looks like the name of a model: it has a version, a size, a tag or a quantization."""
+    return len(text) <= 96 and _NAME.fullmatch(text) is not None
+
 
 def is_path(text: str) -> bool:
     """Return whether an argument is a path: it exists, or looks like one that may have been mistyped.

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from staticllm.errors import shown
 from staticllm.model_paths import path_kinds as kinds
 from staticllm.model_paths.hub_names import ARCHIVES, FILE_ENDINGS, WEIGHTS, parse_hub_name
 from staticllm.model_paths.path_kinds import PathKind
@@ -39,7 +40,8 @@ class ModelPath:
     """What a path holds, in which ``directory``, by which names (``found``), and the ``task`` of an export, if one helps.
 
     A model that is a single file, which is converted when it is loaded, stands for its directory. ``title``: what a model is
-    called whose folder has another name.
+    called whose folder has another name. ``note``: which one of several is meant, if its name says less; ``is_guess``: whether it
+    can mean another one when more of its repository is here.
     """
 
     path: Path
@@ -48,6 +50,8 @@ class ModelPath:
     found: str = ""
     task: str = "text-generation-with-past"
     title: str = ""
+    note: str = ""
+    is_guess: bool = False
 
     @property
     def is_loadable(self) -> bool:
@@ -72,8 +76,9 @@ class ModelPath:
         """What it is, with the path."""
         if self.kind.name == "missing":
             is_file = self.path.name.lower().endswith(FILE_ENDINGS)
-            return f"there is no file {str(self.path)!r}" if is_file else f"no model directory at {str(self.path)!r}"
-        return f"{str(self.path)!r} {self._filled(self.kind.what)}"
+            name = shown(str(self.path))
+            return f"there is no file {name}" if is_file else f"no model directory at {name}"
+        return f"{shown(str(self.path))} {self._filled(self.kind.what)}"
 
     @property
     def remedy(self) -> str:
@@ -100,7 +105,7 @@ def _resolved(path: Path) -> Path:
     """Return where a path leads; the path itself if it is a loop of links."""
     try:
         return path.resolve()
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError, ValueError):  # ValueError: characters that no path has
         return path
 
 

@@ -77,7 +77,9 @@ HUGGING_FACE_IMAGES = PathKind(
 HUGGING_FACE_SPEECH = PathKind(
     "hugging face",
     "holds a Hugging Face model for speech ({found})",
-    "export it and load it with StaticWhisperPipeline",
+    "staticllm export makes no speech models, but its environment has the program that does (staticllm export --setup prints the "
+    "folder): FOLDER/bin/optimum-cli export openvino --model {model} --task automatic-speech-recognition-with-past {out}; then "
+    "staticllm transcribe FILE -m {out}",
 )
 HUGGING_FACE_TRANSLATION = PathKind(
     "hugging face",
@@ -137,6 +139,8 @@ NOTHING = PathKind(
 FILE = PathKind("file", "is a file that is no model", "give the directory that holds openvino_model.xml, or that file")
 MISSING = PathKind("missing", "", "check the path")
 HUB_NAME = PathKind("missing", "", "if it is a name on Hugging Face, bring it here: staticllm pull {model}")
+HUB_REVISIONS = PathKind("missing", "", "give one of those that the cache has, {found}, or: staticllm pull {model}")
+"""A name without a revision, of which the cache has several, and none that is known as the main one."""
 HUB_NAME_ALONE = PathKind(
     "missing",
     "",

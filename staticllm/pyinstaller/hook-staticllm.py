@@ -5,6 +5,9 @@ OpenVINO loads its plugins, and GenAI the tokenizer library, by file name at run
 
 from __future__ import annotations
 
+import re
+from importlib.metadata import PackageNotFoundError, distribution, requires
+
 from PyInstaller.utils.hooks import (
     collect_data_files,
     collect_dynamic_libs,
@@ -17,6 +20,24 @@ PATTERNS = ["*.dll", "*.dylib", "lib*.so", "lib*.so.*"]
 UNUSED = ("_onnx_", "_paddle_", "_pytorch_", "_tensorflow_", "_jax_", "_gguf_")
 """Parts of the names of libraries that read other formats than OpenVINO's own."""
 
+
+def required(name: str) -> list[str]:
+    """Return the names of the installed packages that a package requires, in any of its extras.
+
+    Some read their own version from their metadata while they are imported, such as llguidance, prompt_toolkit and click.
+    """
+    names = {re.split(r"[^\w.-]", line, maxsplit=1)[0] for line in requires(name) or ()}
+    return sorted(each for each in names if _is_installed(each))
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        distribution(name)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 datas = collect_data_files("staticllm")
 binaries = []
 hiddenimports = [name for name in collect_submodules("staticllm", on_error="ignore") if ".pyinstaller" not in name]
@@ -26,5 +47,5 @@ for package in ("openvino", "openvino_genai", "openvino_tokenizers"):
         for entry in collect_dynamic_libs(package, search_patterns=PATTERNS)
         if not any(part in entry[0] for part in UNUSED)
     ]
-for name in ("staticllm", "openvino", "openvino-genai", "openvino-tokenizers"):
+for name in ("staticllm", *required("staticllm")):
     datas += copy_metadata(name)

@@ -32,6 +32,9 @@ from staticllm.server.models.model_options import options_of
 from staticllm.server.models.served import ModelSpec, ServedModel
 from staticllm.server.settings import ServerSettings
 from staticllm.server.state import ServerState
+from staticllm.sources.converted import given_as
+from staticllm.sources.gguf_header import GGUFHeader, read_gguf_header
+from staticllm.sources.hub_files import quant_of
 from staticllm.system.files import read_regular
 from staticllm.system.ir_file import MAX_XML, Constant, read_ir
 from staticllm.version import __version__
@@ -56,7 +59,8 @@ class ModelFacts:
     """What a model directory says.
 
     ``num_bytes`` is the size of the weights file, ``precision`` the element type of most weights (``u4``, ``f16`` …), and
-    ``num_parameters`` counts the elements of its matrices. ``digest`` (SHA-256, hexadecimal) identifies the graph and the size
+    ``num_parameters`` counts its weights. Of a model that was made of a GGUF file, ``format`` is ``gguf``, and parameters and
+    ``quantization`` are those of the file (``Q4_K_M``). ``digest`` (SHA-256, hexadecimal) identifies the graph and the size
     of the weights. ``modified`` is in seconds since 1970. ``template`` is the Jinja chat template, "" without one, and
     ``tool_template`` that for conversations with tools, if it is another.
     """
@@ -69,13 +73,21 @@ class ModelFacts:
     hidden_size: int | None
     template: str
     tool_template: str = ""
+    format: str = "openvino"
+    quantization: str = ""
+
+    @property
+    def level(self) -> str:
+        """How the weights are kept, in capitals: the quantization of a GGUF file, else the type of most of them."""
+        return self.quantization or self.precision.upper()
 
     @property
     def size_label(self) -> str:
         """The number of parameters as people write it: ``7.6B``."""
         for unit, name in _UNITS:
             if self.num_parameters >= unit:
-                return f"{self.num_parameters / unit:.1f}{name}"
+                number = self.num_parameters / unit
+                return f"{number:.0f}{name}" if number >= 100 else f"{number:.1f}{name}"
         return str(self.num_parameters)
 
     @property
@@ -122,9 +134,12 @@ def _read(spec: ModelSpec, stamp: tuple[int, int, int]) -> ModelFacts:
     config = _config_of(spec.path)
     hidden = config.get("hidden_size")
     constants = [constant for xml in graphs for constant in read_ir(xml).constants.values()]
-    matrices = [constant for constant in constants if len(constant.shape) > 1]
+    matrices = [constant for constant in constants if len(constant.shape) > 1 and constant.shape[-1] > 1]
+    gguf = _gguf_of(spec.path)
     return ModelFacts(
-        num_parameters=sum(math.prod(constant.shape) for constant in matrices),
+        num_parameters=sum(math.prod(constant.shape) for constant in matrices) if gguf is None else gguf.num_parameters,
+        format="openvino" if gguf is None else "gguf",
+        quantization="" if gguf is None else quant_of(f"{gguf.path.parent.name}/{gguf.path.name}") or gguf.file_type,
         precision=_main_type(matrices),
         num_bytes=stamp[1],
         digest=hashlib.sha256(b"".join(graphs) + b"%d" % stamp[1]).hexdigest(),
@@ -133,6 +148,20 @@ def _read(spec: ModelSpec, stamp: tuple[int, int, int]) -> ModelFacts:
         template=_template_of(spec),
         tool_template=read_tool_template(spec.path) if spec.kind == "chat" else "",
     )
+
+
+def _gguf_of(directory: Path) -> GGUFHeader | None:
+    """Return the header of the GGUF file that a model directory was made of; None if it is of another kind, or is gone.
+
+    The graph that was made of it says less: a shared matrix is in it twice, and with the numbers that scale it.
+    """
+    given = Path(given_as(directory))
+    if given == directory or given.suffix.lower() != ".gguf":
+        return None
+    try:
+        return read_gguf_header(given)
+    except (ModelError, OSError):
+        return None
 
 
 def _main_type(matrices: list[Constant]) -> str:
@@ -253,7 +282,7 @@ def lm_studio_model(state: ServerState, model: ServedModel) -> dict[str, Any]:
         "publisher": "local",
         "arch": ARCHITECTURE,
         "compatibility_type": FORMAT,
-        "quantization": facts.precision.upper(),
+        "quantization": facts.level,
         "state": STATES[state.hub.status(model)],
         "capabilities": ["tool_use"] if facts.has_tools else [],
     }

@@ -187,7 +187,7 @@ def _line(folder: Path, port: int) -> str:
 
 def _folder() -> Path | None:
     try:
-        folder = endpoint.runtime_folder() / "ports"
+        folder = endpoint.private_folder() / "ports"
         folder.mkdir(mode=0o700, exist_ok=True)
     except (endpoint.EndpointError, OSError):
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,7 +27,7 @@ MAX_HEADER = 256 << 20
 """The most bytes of metadata; a vocabulary of 256 k tokens with its merges has 16 MB."""
 MAX_KEYS, MAX_TENSORS, MAX_DIMENSIONS, MAX_NAME = 1 << 16, 1 << 16, 4, 1 << 10
 ALIGNMENT, MAX_ALIGNMENT = "general.alignment", 1 << 16
-ARCHITECTURE, SPLITS = "general.architecture", "split.count"
+ARCHITECTURE, SPLITS, FILE_TYPE = "general.architecture", "split.count", "general.file_type"
 _STRING, _ARRAY, _BOOL = 8, 9, 7
 _NUMBERS = {
     0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", _BOOL: "u1", 10: "<u8", 11: "<i8", 12: "<f8",
@@ -41,6 +42,14 @@ _BLOCKS = {
     29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
 }  # fmt: skip
 """The types of tensors: name, numbers per block, bytes per block."""
+
+_FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S",
+    22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S", 29: "IQ2_M", 30: "IQ4_XS",
+    31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
+}  # fmt: skip
+"""The values of ``general.file_type``: what a file as a whole is called, whose tensors have several types."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,22 @@ class GGUFHeader:
     def architecture(self) -> str:
         """What the file calls its architecture; empty if it does not say it."""
         return self.text(ARCHITECTURE)
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of weights."""
+        return sum(math.prod(tensor.shape) for tensor in self.tensors)
+
+    @property
+    def file_type(self) -> str:
+        """The quantization of the file as a whole, such as ``Q4_K_M``; without one that of most weights."""
+        number = self.number(FILE_TYPE)
+        if number in _FILE_TYPES:
+            return _FILE_TYPES[number]
+        counts: Counter[str] = Counter()
+        for tensor in self.tensors:
+            counts[tensor.kind] += math.prod(tensor.shape)
+        return counts.most_common(1)[0][0] if counts else ""
 
     def text(self, key: str, default: str = "") -> str:
         """Return a text of the metadata; the default if it is missing or no text."""

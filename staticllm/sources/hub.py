@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
 from staticllm.model_paths.hub_names import HubName, parse_hub_name
 from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML, ModelPath, path_kind
-from staticllm.model_paths.path_kinds import HUB_NAME
-from staticllm.sources.hub_files import chosen_gguf, is_gguf_model
+from staticllm.model_paths.path_kinds import HUB_NAME, HUB_REVISIONS
+from staticllm.sources.hub_files import DEFAULT_QUANT, chosen_gguf, is_gguf_model, quant_of
+from staticllm.system.files import read_regular
+
+MAIN = "main"
 
 _INCOMPLETE = ("nothing", "empty", "tokenizer", "no tokenizer", "subfolder")
 """Kinds of snapshots of which only some files were brought."""
-_MOST_FILES = 4096
+_MOST_FILES, _MOST_SHOWN, MOST_REF = 4096, 8, 1024
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def located(path: str | os.PathLike[str], needs_tokenizer: bool = False) -> ModelPath:
@@ -23,12 +28,34 @@ def located(path: str | os.PathLike[str], needs_tokenizer: bool = False) -> Mode
     """
     found = path_kind(path, needs_tokenizer)
     name = parse_hub_name(found.path.as_posix()) if found.kind is HUB_NAME else None
-    if name is None or (place := cached(name)) is None:
+    if name is None:
+        return found
+    snapshots = snapshots_of(name)
+    if len(snapshots) > 1:
+        choices = ", ".join(str(replace(name, revision=each.name)) for each in snapshots[:_MOST_SHOWN])
+        return replace(found, kind=HUB_REVISIONS, found=choices)
+    place = gguf_or_snapshot(name, snapshots[0]) if snapshots else None
+    if place is None:
         return found
     here = path_kind(place, needs_tokenizer)
     if here.is_loadable:
-        return replace(here, title=name.title)
+        return _noted(replace(here, title=name.title), name, snapshots[0])
     return found if here.kind.name in _INCOMPLETE else replace(here, path=found.path, directory=found.path)
+
+
+def _noted(found: ModelPath, name: HubName, snapshot: Path) -> ModelPath:
+    """Return a model of a snapshot with a note, if the name does not say which revision or which file it is."""
+    exact = name
+    if found.is_converted and not name.file and not name.quant:
+        file = found.path.relative_to(snapshot).as_posix()
+        quant = quant_of(file)
+        exact = replace(name, quant=quant) if quant else replace(name, file=file)
+    is_main = bool(name.revision) or _commit_of(name) == snapshot.name
+    exact = exact if is_main else replace(exact, revision=snapshot.name)
+    if exact == name:
+        return found
+    is_guess = not is_main or exact.quant != DEFAULT_QUANT
+    return replace(found, note=f"{name} is {exact} here", is_guess=is_guess)
 
 
 def is_complete(found: ModelPath) -> bool:
@@ -37,19 +64,25 @@ def is_complete(found: ModelPath) -> bool:
     return found.is_converted or all((found.directory / name).is_file() for name in needed)
 
 
-def cached(name: HubName) -> Path | None:
-    """Return the folder or the GGUF file that a name has in the cache; None if it is not there."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    found: str | None
+def snapshots_of(name: HubName) -> list[Path]:
+    """Return the snapshot of a name in the cache; without a revision and a known main one all that there are; [] for none."""
+    folder = repository_folder(name.repo) / "snapshots"
+    revision = _commit_of(name) or name.revision
+    if revision:
+        return [folder / revision] if (folder / revision).is_dir() else []
     try:
-        found = snapshot_download(name.repo, revision=name.revision or None, local_files_only=True)
-    except LocalEntryNotFoundError as error:  # newer versions say where the part is that was brought
-        found = getattr(error, "snapshot_path", None)
-    except (HFValidationError, OSError, ValueError):
-        return None
-    return None if found is None else gguf_or_snapshot(name, Path(found))
+        return sorted(path for path in folder.iterdir() if COMMIT.fullmatch(path.name) and path.is_dir())
+    except OSError:
+        return []
+
+
+def _commit_of(name: HubName) -> str:
+    """Return the commit that the cache has noted for a revision, of a name without one for the main one; "" if none is."""
+    try:
+        text = read_regular(repository_folder(name.repo) / "refs" / (name.revision or MAIN), MOST_REF).decode("ascii")
+    except (OSError, ValueError):
+        return ""
+    return text.strip() if COMMIT.fullmatch(text.strip()) else ""
 
 
 def gguf_or_snapshot(name: HubName, snapshot: Path) -> Path | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,13 +12,12 @@ from staticllm.errors import ModelError
 from staticllm.model_paths import path_kinds as kinds
 from staticllm.model_paths.hub_names import HubName
 from staticllm.model_paths.path_kind import path_kind
-from staticllm.sources.hub import cache_folder
+from staticllm.sources.hub import COMMIT, MAIN, MOST_REF, cache_folder
 from staticllm.sources.hub_files import is_gguf_model, quant_of
+from staticllm.system.files import read_regular
 
 if TYPE_CHECKING:
     from huggingface_hub import CachedFileInfo, CachedRepoInfo, CachedRevisionInfo, HFCacheInfo
-
-MAIN = "main"
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,20 @@ def _scan() -> HFCacheInfo | None:
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
+    _correct_references(cache_folder())
     try:
         return scan_cache_dir(cache_folder())
     except (CacheNotFound, ValueError):  # it is not there, or is a file
         return None
+
+
+def _correct_references(cache: Path) -> None:
+    """Take the end of a line out of references to commits: huggingface_hub leaves out a repository that has one."""
+    for path in cache.glob("models--*/refs/**/*"):
+        with suppress(OSError, ValueError):
+            text = "" if path.is_symlink() or not path.is_file() else read_regular(path, MOST_REF).decode("ascii")
+            if text != text.strip() and COMMIT.fullmatch(text.strip()):
+                path.write_text(text.strip(), "ascii", newline="")
 
 
 def _repositories(found: HFCacheInfo) -> list[CachedRepoInfo]:

@@ -16,7 +16,12 @@ DEFAULT_QUANT = "Q4_K_M"
 """The quantization of a GGUF repository that is taken if the name has none, as other readers of GGUF do."""
 TEXTS = (".json", ".jinja", ".txt", ".model", ".xml")
 """Endings of what a model directory has beside the weights: graphs, tokenizer, configuration."""
-_QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d[A-Z0-9_]*|TQ\d_\d|MXFP4(?:_MOE)?|BF16|FP?16|FP?32))$", re.IGNORECASE)
+_QUANT = re.compile(
+    r"(?:^|(?<=[-._]))((?:UD-)?(?:I?Q\d[A-Z0-9]*(?:_[A-Z0-9]{1,3})*|TQ\d_\d|MXFP4(?:_MOE)?|NVFP4)|BF16|FP?16|FP?32)(?=$|[-.])",
+    re.IGNORECASE,
+)
+"""A quantization in a name, between separators; others may follow it, as in ``Q4_K_M-imat``."""
+_FLOATS = ("BF16", "F16", "F32")
 _SPLIT = re.compile(r"-(\d{5})-of-(\d{5})$")
 _NO_MODEL = ("mmproj", "imatrix")
 """What the names of GGUF files begin with that are no language models."""
@@ -114,7 +119,8 @@ def is_gguf_model(name: str) -> bool:
     path = PurePosixPath(name)
     split = _SPLIT.search(path.stem)
     is_first = split is None or int(split[1]) == 1
-    return path.suffix.lower() == ".gguf" and not path.name.lower().startswith(_NO_MODEL) and is_first
+    is_other = path.name.lower().startswith(_NO_MODEL) or "mmproj" in re.split(r"[-._]", path.stem.lower())
+    return path.suffix.lower() == ".gguf" and not is_other and is_first
 
 
 def chosen_gguf(names: Sequence[str], quant: str) -> list[str]:
@@ -126,9 +132,25 @@ def chosen_gguf(names: Sequence[str], quant: str) -> list[str]:
 
 
 def quant_of(name: str) -> str:
-    """Return the quantization in the name of a file, in capitals; empty if there is none."""
-    found = _QUANT.search(_stem(name))
-    return "" if found is None else found[1].upper()
+    """Return the quantization of a file, in capitals: in its name, else in that of a folder; empty if there is none.
+
+    ``f16.q6`` and the like name the type of a few tensors too, so that a quantization comes before a type of floats.
+    """
+    path = PurePosixPath(name)
+    for part in (_stem(name), *(each.name for each in path.parents)):
+        # Q2 within a name may be a word of it
+        found = [_plain(each[1]) for each in _QUANT.finditer(part) if each.end() == len(part) or _is_clear(each[1])]
+        if found:
+            return next((each for each in reversed(found) if each not in _FLOATS), found[-1])
+    return ""
+
+
+def _is_clear(quant: str) -> bool:
+    return "_" in quant or "F" in quant.upper()
+
+
+def _plain(quant: str) -> str:
+    return quant.upper().replace("FP16", "F16").replace("FP32", "F32") if quant.upper() != "BF16" else "BF16"
 
 
 def _stem(name: str) -> str:
@@ -137,7 +159,7 @@ def _stem(name: str) -> str:
 
 def _is_of(name: str, quant: str) -> bool:
     """Return whether a file has a quantization; ``Q8_0`` is not ``UD-Q8_0``, which repositories have beside it."""
-    return quant.upper() == (quant_of(name) or _stem(name).upper())
+    return quant_of(name) == _plain(quant) or quant.upper() == _stem(name).upper()
 
 
 def _whole(file: HubFile, repository: Repository) -> HubFile:

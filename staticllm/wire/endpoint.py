@@ -58,8 +58,17 @@ class InTime:
 def runtime_folder(create: bool = True) -> Path:
     """Return the folder of the daemon's socket, key and log: only this user may enter it.
 
-    ``STATICLLM_RUNTIME_DIR`` names another one. Raises ``EndpointError`` (it is relative, it cannot be made, or others own
-    it or may enter it).
+    ``STATICLLM_RUNTIME_DIR`` names another one. Raises ``EndpointError`` (its path is too long for a socket, it is relative, it
+    cannot be made, or others own it or may enter it).
+    """
+    check_length(_folder_path())
+    return private_folder(create)
+
+
+def private_folder(create: bool = True) -> Path:
+    """Return the runtime folder for files alone, whose paths may be longer than those of sockets.
+
+    Raises ``EndpointError`` (as for ``runtime_folder``, except the length).
     """
     folder = _folder_path()
     if not folder.is_absolute():  # the daemon and child processes have other working directories
@@ -99,12 +108,18 @@ def address(folder: Path) -> str:
             return (folder / "pipe").read_text("ascii")
         except OSError:
             raise GoneError(f"no daemon listens in {folder}") from None
-    path = str(folder / "socket")
-    if len(os.fsencode(path)) > MAX_UNIX_PATH:
+    check_length(folder)
+    return str(folder / "socket")
+
+
+def check_length(folder: Path) -> None:
+    """Check that a folder can hold a socket. Raises ``EndpointError`` (its path is too long)."""
+    path = os.fsencode(folder / "socket")
+    if len(path) > MAX_UNIX_PATH and sys.platform != "win32":
         raise EndpointError(
-            f"the path of the socket {path} is longer than {MAX_UNIX_PATH} bytes: set STATICLLM_RUNTIME_DIR to a shorter one"
+            f"the runtime folder {folder} makes the path of a socket {len(path)} bytes long, {MAX_UNIX_PATH} are possible: "
+            "set STATICLLM_RUNTIME_DIR to a shorter path"
         )
-    return path
 
 
 def read_key(folder: Path) -> bytes:

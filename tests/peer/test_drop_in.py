@@ -207,6 +207,30 @@ def test_streamers_get_nothing_of_a_stop_string(ours, stateful, stop, is_include
     assert found[0][2].endswith("fox") == is_included
 
 
+def test_of_stop_strings_that_one_token_completes_the_same_one_cuts(ours, stateful):
+    """One begins in the token before, one within the token; GenAI keeps the token that is cut, ours its part before the cut."""
+    rng = np.random.default_rng(0)
+    decode = ours.get_tokenizer().decode
+    num_equal = 0
+    for prompt in PROMPTS * 12:
+        tokens = list(ours.generate([prompt], max_new_tokens=24).tokens[0])
+        texts = [decode(tokens[:count]) for count in range(len(tokens) + 1)]
+        count = int(rng.integers(3, len(tokens)))
+        start, before, text = (len(texts[count - 2]), len(texts[count - 1]), texts[count])
+        if not start < before < len(text):
+            continue
+        crossing = text[rng.integers(start, before) : rng.integers(before + 1, len(text) + 1)]
+        within = text[(first := rng.integers(before, len(text))) : rng.integers(first + 1, len(text) + 1)]
+        if crossing in texts[count - 1] or within in texts[count - 1]:
+            continue
+        include = bool(rng.integers(2))
+        options = {"max_new_tokens": 24, "stop_strings": {crossing, within}, "include_stop_str_in_output": include}
+        mine, other = (pipe.generate([prompt], **options).texts[0].rstrip() for pipe in (ours, stateful))
+        assert next(whole for whole in texts if len(whole.rstrip()) >= len(mine)).rstrip() == other, options
+        num_equal += 1
+    assert num_equal > 15
+
+
 def test_tokens_that_may_not_come_early_are_forbidden_although_they_end_nothing(ours, stateful):
     options = {"ignore_eos": True, "min_new_tokens": 60, "max_new_tokens": 60}
     found = [pipe.generate([PROMPTS[0]], **options).texts for pipe in (ours, stateful)]

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from staticllm.config import switch
+from staticllm.config import one_of, switch
 from staticllm.devices import PREFERRED, get_core, kind
 from staticllm.errors import ConfigError, shown
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
@@ -59,14 +59,12 @@ def _limit(value: object) -> float | None:
 
 
 def _policy(value: object) -> object:
-    if value not in (None, *get_args(PolicyName)):
-        raise ConfigError(f"QUEUE_POLICY={value!r}: must be 'plain', 'predicted', 'windve' or 'windve_q'")
-    return value
+    return one_of("QUEUE_POLICY", value, (None, *get_args(PolicyName)))
 
 
 def _depths(value: object) -> Path | None:
     if value is not None and not isinstance(value, (str, Path)):
-        raise ConfigError(f"QUEUE_DEPTHS={value!r}: must be the path of a file")
+        raise ConfigError(f"QUEUE_DEPTHS={shown(value)}: must be the path of a file")
     return None if value is None else Path(value)
 
 
@@ -93,7 +91,12 @@ def take_options(properties: dict[str, object]) -> PoolOptions:
     given = [name for name in _FIELDS if name in properties]  # None is a value, and not one of a switch
     found = PoolOptions(**{field: parsed(properties.pop(name)) for name in given for field, parsed in [_FIELDS[name]]})
     if found.policy not in (None, "plain") and found.limit_s is None:
-        raise ConfigError(f"QUEUE_POLICY={found.policy!r} needs a latency limit: give LATENCY_MS")
+        raise ConfigError(f"QUEUE_POLICY={shown(found.policy)} needs a latency limit: give LATENCY_MS")
+    if found.depths is not None and found.policy not in ("windve", "windve_q"):
+        raise ConfigError(
+            f"QUEUE_DEPTHS={shown(str(found.depths))} with QUEUE_POLICY={found.policy_name!r}, which has no depths: leave it "
+            "out, or set QUEUE_POLICY='windve' or 'windve_q'"
+        )
     if found.depths is None and isinstance(folder := properties.get("CACHE_DIR"), (str, Path)) and folder:
         return replace(found, depths=Path(folder) / DEPTHS_NAME)
     return found
@@ -171,7 +174,7 @@ def choices_by_device(choices: EncoderChoices, options: PoolOptions, names: Sequ
     unknown = [name for name in own if name not in names and name.split(".")[0] not in PREFERRED]
     if unknown:
         raise ConfigError(
-            f"DEVICE_PROPERTIES for {min(unknown)!r}: there is no such device here; there are: {', '.join(names)}"
+            f"DEVICE_PROPERTIES for {shown(min(unknown))}: there is no such device here; there are: {', '.join(names)}"
         )
     given = {**(choices.properties or {}), DEVICE_PROPERTIES: own}
     each = {name: {**with_own(given, name.split("#", maxsplit=1)[0]), **own.get(name, {})} for name in names}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import openvino_genai as genai
 
-from staticllm.config import is_whole
+from staticllm.config import is_whole, one_of
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.devices import DISTRIBUTING, get_core, is_present, named_devices
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, shown
 from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles
 from staticllm.pipelines.embedding.encoder_job import LoadedEncoder, load_encoder
@@ -39,12 +40,13 @@ class Serving:
     on_progress: OnProgress | None
 
     def __post_init__(self) -> None:
-        if self.overflow not in ("truncate", "refuse"):
-            raise ConfigError(f"overflow={self.overflow!r}: must be 'truncate' or 'refuse'")
+        one_of("overflow", self.overflow, get_args(Overflow))
         if not is_whole(self.max_waiting, 1):
-            raise ConfigError(f"max_waiting={self.max_waiting!r}: must be a whole number from 1")
+            raise ConfigError(f"max_waiting={shown(self.max_waiting)}: must be a whole number from 1")
         if self.on_progress is not None and not callable(self.on_progress):
-            raise ConfigError(f"on_progress={self.on_progress!r}: must be a function of one ProgressEvent, or None")
+            raise ConfigError(
+                f"on_progress={shown(self.on_progress)}: must be a function of one ProgressEvent, or None"
+            )
 
     def tell(self, event: ProgressEvent) -> None:
         """Report a part of loading."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from staticllm.devices import DISTRIBUTING, kind
-from staticllm.errors import ConfigError, DeviceError
+from staticllm.errors import ConfigError, DeviceError, shown
 from staticllm.pipelines.embedding.windve.affinity import parse_list
 
 ORDER = ("NPU", "GPU", "CPU")
@@ -67,7 +67,7 @@ def named(text: str, available: Sequence[str]) -> Detection:
     """
     devices = [_parse(part.strip(), available) for part in text.split(",") if part.strip()]
     if not devices:
-        raise ConfigError(f"devices {text!r}: name one or more, for example NPU,CPU")
+        raise ConfigError(f"devices {shown(text)}: name one or more, for example NPU,CPU")
     taken: dict[int, str] = {}
     for index, used in enumerate(devices):
         same = [
@@ -76,10 +76,12 @@ def named(text: str, available: Sequence[str]) -> Detection:
         if any(not (used.cores and other.cores) for other in same):
             name, other = (each.name.split("#")[0] for each in (used, same[0]))
             also = "" if name == other else f", as {other}"
-            raise ConfigError(f"devices {text!r}: {name} is used twice{also}; one device has one instance of the model")
+            raise ConfigError(
+                f"devices {shown(text)}: {name} is used twice{also}; one device has one instance of the model"
+            )
         for core in used.cores:
             if core in taken:
-                raise ConfigError(f"devices {text!r}: {taken[core]} and {used.name} share processor {core}")
+                raise ConfigError(f"devices {shown(text)}: {taken[core]} and {used.name} share processor {core}")
             taken[core] = used.name
     return Detection(tuple(devices))
 
@@ -122,16 +124,18 @@ def _parse(name: str, available: Sequence[str]) -> UsedDevice:
     device = device.upper()
     if device.split(":")[0] in DISTRIBUTING:
         raise DeviceError(
-            f"device {name!r}: {device.split(':')[0]} distributes work itself: name devices, for example NPU,CPU"
+            f"device {shown(name)}: {device.split(':')[0]} distributes work itself: name devices, for example NPU,CPU"
         )
     actual = _actual(device, available)
     if actual is None:
-        raise DeviceError(f"device {device!r} is not on this machine; there are: {', '.join(available) or 'none'}")
+        raise DeviceError(f"device {shown(device)} is not on this machine; there are: {', '.join(available) or 'none'}")
     if "#" not in name:
         return UsedDevice(device, device if device in available or device == kind(device) else actual)
     numbers = parse_list(cores.replace("+", ","))
     if kind(device) != "CPU" or not numbers:
-        raise ConfigError(f"device {name!r}: a group of cores is CPU#FIRST-LAST, for example CPU#0-3 or CPU#0-1+4-5")
+        raise ConfigError(
+            f"device {shown(name)}: a group of cores is CPU#FIRST-LAST, for example CPU#0-3 or CPU#0-1+4-5"
+        )
     return UsedDevice(f"{device}#{cores}", device, tuple(sorted(numbers)))
 
 

@@ -94,6 +94,7 @@ class WorkerHome(ModelHome):
             base = endpoint.runtime_folder()
             _sweep(base)
             folder = base / f"{PREFIX}{os.getpid()}-{secrets.token_hex(2)}"
+            endpoint.check_length(folder)
             try:
                 folder.mkdir(mode=0o700)
             except OSError as error:

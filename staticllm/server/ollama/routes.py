@@ -108,11 +108,11 @@ def _listed(model: ServedModel, facts: ModelFacts) -> dict[str, Any]:
 def _details(facts: ModelFacts) -> dict[str, Any]:
     return {
         "parent_model": "",
-        "format": "openvino",
+        "format": facts.format,
         "family": ARCHITECTURE,
         "families": [ARCHITECTURE],
         "parameter_size": facts.size_label,
-        "quantization_level": facts.precision.upper(),
+        "quantization_level": facts.level,
     }
 
 

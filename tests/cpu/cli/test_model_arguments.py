@@ -42,6 +42,38 @@ def test_arguments_are_a_model_and_a_prompt(arguments, named, model, prompt):
     assert isinstance(found, ModelAndPrompt)
 
 
+NAMES = """
+    llama3.2 llama3.2:1b qwen2.5 qwen2.5-coder phi3 gemma2 gemma3:270m mistral:latest qwen3-coder deepseek-r1 deepseek-r1:7b
+    mistral-7b mistral-7b-instruct tinyllama-1.1b Llama-3.2-1B-Instruct-Q4_K_M gpt-oss-20b gpt-oss:20b smollm2-135m phi4-mini
+    SmolLM2-135M-Instruct-GGUF qwen3 model.Q8_0 mixtral-8x7b gpt-oss-20b-mxfp4
+"""
+WORDS = """
+    hello Hello! why? covid-19 12:30 3.14 24/7 h2o mp3 Hi don't 2+2 ok Apollo-11 e.g. U.S. well-known R2D2 C3PO Hello: 1,000 v2
+    http://a.b:80 state-of-the-art 1b x
+"""
+
+
+def test_a_word_that_looks_like_the_name_of_a_model_is_no_prompt():
+    for word in NAMES.split():
+        done = in_here("run", word)
+        assert done.returncode == 2, word
+        assert f"Error: {word!r} looks like the name of a model" in done.stderr
+        assert "OWNER/NAME" in done.stderr
+        assert model_and_prompt((word,), "other").prompt == word
+        assert model_and_prompt((word, "hi"), None).model == word
+    for word in WORDS.split():
+        assert model_and_prompt((word,), None).prompt == word
+
+
+def test_the_demo_model_says_that_it_answers(chat):
+    done = in_here("run", "hello", "-n", 4)
+    assert done.returncode == 0
+    assert done.stderr.startswith(
+        "the embedded demo model answers, which knows little: staticllm run MODEL [PROMPT] asks "
+    )
+    assert "demo" not in in_here("run", chat, "hello", "-n", 4).stderr
+
+
 @pytest.mark.usefixtures("chat")
 @pytest.mark.parametrize(
     "arguments", [["my_model", "hello"], ["-m", "my_model", "hello"], ["my_model/openvino_model.xml", "hello"]]

@@ -15,12 +15,15 @@ import numpy as np
 import openvino as ov
 import pytest
 
+from staticllm import DeviceError, StaticLLMPipeline, demo_model_path
 from staticllm.daemon.process import lifetime
+from staticllm.server.models.homes import WorkerHome
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
 from staticllm.wire.file_stamp import stamp_of
 from staticllm.wire.messages import PROTOCOL, Kind, Message
 from tests.support.attach.daemons import RawClient, daemon_thread, wait_for
+from tests.support.command_line import in_here
 
 ROWS = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
 
@@ -80,6 +83,23 @@ def test_a_daemon_of_another_version_can_be_stopped(tmp_path, monkeypatch, proto
             assert daemon.wait(20) == 0
         finally:
             daemon.kill()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes have names of their own")
+def test_a_runtime_folder_with_too_long_a_path_is_one_line_everywhere(tmp_path, monkeypatch):
+    folder = tmp_path / ("x" * 130)
+    monkeypatch.setenv("STATICLLM_RUNTIME_DIR", str(folder))
+    for command in ("start", "stop", "status", "top"):
+        done = in_here("daemon", command)
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"Error: the runtime folder {folder} makes the path of a socket ")
+        assert done.stderr.endswith("set STATICLLM_RUNTIME_DIR to a shorter path\n")
+        assert done.stderr.count("\n") == 1
+    with pytest.raises(DeviceError, match=r"^the daemon cannot be reached: the runtime folder .* to a shorter path$"):
+        StaticLLMPipeline(demo_model_path(), "CPU", daemon=True)
+    with pytest.raises(endpoint.EndpointError, match="to a shorter path"):
+        str(WorkerHome("a model", lambda: None).folder)
+    assert not folder.exists()
 
 
 def test_there_are_at_most_so_many_clients(honest):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -13,9 +14,10 @@ from support.hub import Repository, wait_for
 from support.models import gguf_files
 
 from staticllm import ModelError, StaticLLMPipeline
-from staticllm.model_dir import demo_model_path
+from staticllm.model_dir import check_model_dir, demo_model_path
 from staticllm.sources.converted import converted
 from staticllm.sources.hub import located
+from staticllm.sources.hub_files import is_gguf_model, quant_of
 
 DEMO, GGUFS = "small/demo-ov", "some/demo-GGUF"
 
@@ -81,6 +83,108 @@ def test_without_the_default_the_choices_are_named(hub, ggufs, bring):
     del ggufs.files["demo-F16-00001-of-00002.gguf"]
     place, _ = bring(GGUFS)
     assert place.name == "demo-Q8_0.gguf"
+
+
+QUANTS = {
+    "demo-Q8_0.gguf": "Q8_0", "demo.q4_k_m.gguf": "Q4_K_M", "Q8_0/model.gguf": "Q8_0", "quants/Q8_0/model.gguf": "Q8_0",
+    "demo-Q8_0/model.gguf": "Q8_0", "UD/demo-UD-Q4_K_M.gguf": "UD-Q4_K_M", "UD-Q2_K_XL/m-00001-of-00003.gguf": "UD-Q2_K_XL",
+    "BF16/M-BF16-00001-of-00002.gguf": "BF16", "phi-3-mini-4k-q4.gguf": "Q4", "x-fp16.gguf": "F16", "F32/a.gguf": "F32",
+    "m.i1-Q4_K_M.gguf": "Q4_K_M", "Llama-3.2-1B-Q4_0_4_4.gguf": "Q4_0_4_4", "m.f16.q6.gguf": "Q6",
+    "M-Q4_K_M-imat.gguf": "Q4_K_M", "gpt-oss-20b-mxfp4.gguf": "MXFP4", "gpt-oss-MXFP4_MOE.gguf": "MXFP4_MOE",
+    "ggml-model-q4_0.gguf": "Q4_0", "Q5_K_M.gguf": "Q5_K_M", "M.IQ4_XS.gguf": "IQ4_XS", "M-IQ3_XXS.gguf": "IQ3_XXS",
+    "model.gguf": "", "qat-q4_0-v2.gguf": "Q4_0", "M-Q6_K_L.gguf": "Q6_K_L", "chat-v1.0.Q4_K_M.gguf": "Q4_K_M",
+    "m-TQ1_0.gguf": "TQ1_0", "q2-chat-7b.gguf": "", "Q4_0/demo-Q8_0.gguf": "Q8_0", "M.Q4_K_M.imatrix.gguf": "Q4_K_M",
+    "M-F16-Q8_0.gguf": "Q8_0", "M_Q8_0.gguf": "Q8_0",
+}  # fmt: skip
+"""Names as published repositories have them."""
+
+
+@pytest.mark.parametrize("name", QUANTS)
+def test_a_quantization_is_read_from_the_name_of_a_file_or_of_its_folder(name):
+    assert quant_of(name) == QUANTS[name]
+
+
+def test_parts_and_projectors_are_no_models():
+    others = (
+        "mmproj-a.gguf",
+        "Qwen-mmproj-F16.gguf",
+        "a.mmproj.gguf",
+        "imatrix.gguf",
+        "a-Q4_K_M-00002-of-00002.gguf",
+        "a.bin",
+    )
+    assert not any(map(is_gguf_model, others))
+    assert all(map(is_gguf_model, QUANTS))
+
+
+@pytest.mark.parametrize("place", ["Q8_0/model.gguf", "quants/Q8_0/demo.gguf", "demo-Q8_0/demo.gguf"])
+def test_a_quantization_in_the_name_of_a_folder(hub, bring, command, gguf_bytes, place):
+    hub.repositories["own/folders"] = Repository(
+        {place: gguf_bytes, "Q2_K/model.gguf": b"GGUF"}, (place, "Q2_K/model.gguf")
+    )
+    for name in ("own/folders:Q8_0", "own/folders:q8_0"):
+        assert str(bring(name)[0]).endswith(place)
+        assert str(located(name).path).endswith(place)
+    assert "own/folders:Q8_0" in command("list").stdout
+    done = command("run", "own/folders:Q8_0", "hello", "-n", 3)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_name_without_a_quantization_says_which_runs(hub, ggufs, bring, command):
+    """The same command gives another model after a pull, so it says which."""
+    bring(f"{GGUFS}:Q8_0")
+    done = command("run", GGUFS, "hello", "-n", 3)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[0] == f"{GGUFS} is {GGUFS}:Q8_0 here"
+    with pytest.warns(
+        UserWarning, match=f"^{GGUFS} is {GGUFS}:Q8_0 here: write that name to have the same model whatever else"
+    ):
+        check_model_dir(GGUFS, needs_tokenizer=False)
+    bring(f"{GGUFS}:Q4_K_M")
+    assert located(GGUFS).note == f"{GGUFS} is {GGUFS}:Q4_K_M here"
+    assert not located(GGUFS).is_guess  # no pull changes what it is
+    assert not located(f"{GGUFS}:Q8_0").note
+
+
+@pytest.fixture
+def two_commits(demo, hub, bring, cache):
+    """The demo model in the cache in two revisions, as a program without staticllm brings them: no reference names one."""
+    place, _ = bring(DEMO)
+    folder = cache / "models--small--demo-ov"
+    shutil.rmtree(folder / "refs")
+    other = folder / "snapshots" / ("a" * 40)
+    shutil.copytree(place, other, symlinks=True)
+    return place, other
+
+
+def test_the_only_snapshot_of_a_name_is_taken_without_a_main_revision(two_commits, command, monkeypatch):
+    first, second = two_commits
+    shutil.rmtree(second)
+    found = located(DEMO)
+    assert found.directory == first
+    assert found.note == f"{DEMO} is {DEMO}@{first.name} here"
+    done = command("run", DEMO, "hello", "-n", 3, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[0] == found.note
+
+
+def test_of_several_snapshots_without_a_main_revision_the_names_are_given(two_commits, command):
+    names = ", ".join(sorted(f"{DEMO}@{place.name}" for place in two_commits))
+    words = f"give one of those that the cache has, {names}, or: staticllm pull {DEMO}"
+    assert words in command("run", DEMO, "hello", HF_HUB_OFFLINE="1").stderr
+    with pytest.raises(ModelError, match=re.escape(words)):
+        check_model_dir(DEMO)
+    done = command("run", f"{DEMO}@{'a' * 40}", "hello", "-n", 3, HF_HUB_OFFLINE="1")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", " \n"])
+def test_a_reference_with_the_end_of_a_line_is_read(demo, bring, cache, end, command):
+    place, _ = bring(DEMO)
+    (cache / "models--small--demo-ov" / "refs" / "main").write_bytes(place.name.encode() + end.encode())
+    (cache / "models--small--demo-ov" / "snapshots" / ("b" * 40)).mkdir()
+    assert located(DEMO).directory == place
+    assert DEMO in command("list").stdout
 
 
 OTHERS = {

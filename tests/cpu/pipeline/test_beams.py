@@ -41,6 +41,21 @@ def test_a_stop_string_ends_beams(pipe):
     assert kept.endswith(word) or word not in kept
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_a_beam_that_a_stop_string_cuts_to_nothing_is_an_answer(pipe, include):
+    """A stop string in the first tokens leaves texts without tokens: an answer for each place, with its score."""
+    options = {"num_beams": 4, "num_return_sequences": 4, "include_stop_str_in_output": include}
+    num_empty = 0
+    for letters in ("e", "o", "a", " ", "aeiou", "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"):
+        for count in (1, 2, 5):
+            results = pipe.generate([QUESTION], max_new_tokens=count, stop_strings=set(letters), **options)
+            lengths = {len(getattr(results, name)) for name in ("texts", "tokens", "scores", "finish_reasons")}
+            assert lengths == {4}
+            assert results.scores == sorted(results.scores, reverse=True)
+            num_empty += results.texts.count("")
+    assert include or num_empty > 8
+
+
 def test_turns_of_a_chat(pipe):
     pipe.start_chat()
     first = pipe.generate(QUESTION, num_beams=3, max_new_tokens=20)

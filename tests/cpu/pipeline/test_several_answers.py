@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from support.attach.daemons import wait_for
 
 from staticllm import GenerationConfigError, StaticLLMPipeline
+from staticllm.pipelines.text.output_processor import kept_outputs
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 OPTIONS = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 12, "ignore_eos": True}
@@ -93,6 +96,14 @@ def test_best_of_returns_the_most_likely_answers(pipe):
     order = sorted(range(6), key=lambda index: -every.scores[index])
     assert best.texts == [every.texts[index] for index in order[:2]]
     assert best.scores == pytest.approx([every.scores[index] for index in order[:2]])
+
+
+def test_an_answer_that_had_no_turn_is_not_the_most_likely():
+    outputs = [
+        SimpleNamespace(score=score, token_times=times) for score, times in ((0.0, []), (-9.0, [1.0]), (-2.0, [1.0]))
+    ]
+    options = SimpleNamespace(extra=SimpleNamespace(best_of=3), num_return_sequences=2)
+    assert kept_outputs(outputs, options) == [outputs[2], outputs[1]]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Tests the help of the command line: sections, groups, what it imports, and files of options."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from staticllm.cli import _COMMANDS, cli
+from staticllm.cli import _COMMANDS, _OF_OTHERS, cli
 from staticllm.cli.grouped_command import GroupedCommand
 
 HEAVY = (
@@ -150,3 +151,23 @@ def test_a_file_that_is_missing_is_one_line():
     result = CliRunner().invoke(cli, ["simulate", "--options", "none.json"])
     assert "'none.json' cannot be read: No such file or directory" in result.output
     assert result.exit_code == 2
+
+
+@pytest.mark.parametrize("name", ["show", "cp", "create", "models", "chat", "alias", "download", "convert"])
+def test_a_command_of_another_program_names_ours(name):
+    said = help_of(name, "x")
+    assert said.exit_code == 2
+    line = said.output.splitlines()[-1]
+    assert line.startswith(f"Error: No such command '{name}': ")
+    assert any(f"staticllm {ours}" in line for ours in _COMMANDS)
+
+
+def test_hints_name_commands_that_exist():
+    for name, hint in _OF_OTHERS.items():
+        assert name not in _COMMANDS
+        assert set(re.findall(r"staticllm ([\w-]+)", hint)) <= set(_COMMANDS), name
+
+
+def test_a_mistyped_command_names_the_nearest():
+    assert help_of("srve").output.splitlines()[-1] == "Error: No such command 'srve': did you mean 'serve'?"
+    assert help_of("zzz").output.splitlines()[-1] == "Error: No such command 'zzz'."

@@ -95,7 +95,7 @@ def test_few_vectors_without_calibration_are_warned_about_and_one_is_refused():
 @pytest.mark.parametrize(
     ("kind", "calibration", "message"),
     [
-        ("int4", None, "output_type='int4': must be one of float32, int8"),
+        ("int4", None, "output_type='int4': must be one of 'float32', 'int8'"),
         ("binary", np.zeros((2, 4)), "calibration is for int8 and uint8, output_type is binary"),
         ("int8", np.zeros((2, 3)), r"calibration has the shape \[2, 3\]: must be \[n, 4\]"),
         ("int8", np.zeros((1, 4)), r"calibration has the shape \[1, 4\]"),

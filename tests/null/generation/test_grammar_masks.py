@@ -306,8 +306,12 @@ def test_without_the_library_the_error_names_the_command(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(GenerationConfigError, match=r"pip install 'staticllm\[structured\]'"):
+    with pytest.raises(
+        GenerationConfigError, match=r"cannot be imported \(.*llguidance.*\): pip install llguidance; a frozen"
+    ) as error:
         compiler_of().matcher(Grammar("regex", "a"), VOCAB)
+    assert "\n" not in str(error.value)
+    assert error.value.__cause__ is not None
 
 
 TAG = {"type": "tag", "begin": "<f>", "content": {"type": "const_string", "value": "A"}, "end": "</f>"}

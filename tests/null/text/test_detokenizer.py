@@ -40,12 +40,13 @@ def test_deltas_add_up_to_the_text_and_split_no_character(text):
     st.text("ab.", max_size=60), st.sets(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=3), st.booleans()
 )
 def test_no_part_of_a_stop_string_is_ever_shown(text, stops, include):
-    """The stop string that is complete first ends the text; of several complete at once, the one that began first."""
+    """The stop string that is complete first ends the text; of several complete at once, the alphabetically first."""
     reader, pieces = stream(text, stop_strings=stops, include_stop=include)
     ends = {end for stop in stops if (place := text.find(stop)) >= 0 for end in [place + len(stop)]}
     expected = text
     if ends:
-        begin, stop = min((text.find(s), s) for s in stops if text.find(s) >= 0 and text.find(s) + len(s) == min(ends))
+        stop = min(stop for stop in stops if text.find(stop) >= 0 and text.find(stop) + len(stop) == min(ends))
+        begin = text.find(stop)
         expected = text[: begin + (len(stop) if include else 0)]
     assert reader.is_stopped == bool(ends)
     assert reader.text == expected == "".join(pieces)
@@ -64,6 +65,21 @@ def test_stop_strings_count_only_after_the_lead(before, after, stops, lead):
     reader, pieces = stream(text, stop_strings=stops, lead=lead)
     assert (reader.text, reader.is_stopped) == (text[:num_lead] + rest.text, rest.is_stopped)
     assert "".join(pieces) == reader.text
+
+
+@given(
+    st.text("abc", min_size=1, max_size=20),
+    st.sets(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=4),
+    st.booleans(),
+)
+def test_of_stop_strings_in_one_token_the_first_in_alphabetical_order_cuts(text, stops, include):
+    """As in GenAI, which looks for each of them in this order."""
+    reader = IncrementalDetokenizer(lambda tokens: text if tokens else "", stops, include)
+    reader.push(0)
+    found = [stop for stop in sorted(stops) if stop in text]
+    expected = text if not found else text[: text.index(found[0]) + (len(found[0]) if include else 0)]
+    assert reader.text == expected
+    assert reader.is_stopped == bool(found)
 
 
 def test_a_possible_stop_string_is_held_back_and_released():

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +22,40 @@ def test_a_relative_runtime_folder_is_refused(name, monkeypatch, tmp_path):
     with pytest.raises(endpoint.EndpointError, match="is relative: set STATICLLM_RUNTIME_DIR"):
         endpoint.runtime_folder()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes have names of their own")
+@pytest.mark.parametrize("name", ["STATICLLM_RUNTIME_DIR", "XDG_RUNTIME_DIR", "TMPDIR"])
+def test_a_folder_whose_socket_would_have_too_long_a_path_is_refused_at_once(name, monkeypatch, tmp_path):
+    for other in ("STATICLLM_RUNTIME_DIR", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(other, raising=False)
+    folder = tmp_path / ("x" * 130)
+    monkeypatch.setenv(name, str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder) if name == "TMPDIR" else None)
+    with pytest.raises(
+        endpoint.EndpointError, match=r"bytes long, 100 are possible: set STATICLLM_RUNTIME_DIR"
+    ) as error:
+        endpoint.runtime_folder()
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+    assert endpoint.private_folder().is_dir()  # files may be there
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pipes have names of their own")
+def test_the_longest_folder_of_a_socket_is_taken(monkeypatch, tmp_path):
+    base = tempfile.mkdtemp(prefix="s", dir="/tmp")
+    try:
+        longest = endpoint.MAX_UNIX_PATH - len("/socket")
+        for length, is_taken in ((longest, True), (longest + 1, False)):
+            folder = Path(base) / ("x" * (length - len(base) - 1))
+            monkeypatch.setenv("STATICLLM_RUNTIME_DIR", str(folder))
+            if is_taken:
+                endpoint.listen(endpoint.runtime_folder()).close()
+            else:
+                with pytest.raises(endpoint.EndpointError, match="101 bytes long"):
+                    endpoint.runtime_folder()
+    finally:
+        shutil.rmtree(base)
 
 
 def test_a_daemon_that_ends_while_it_is_greeted_is_not_said_to_refuse_the_key(tmp_path):

@@ -28,7 +28,7 @@ def a_directory(folder):
 
 def scores_directory(folder, name="bert_scores"):
     """Make the directory of a tiny cross-encoder; its tokens are not those of the tokenizer."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     unpack(name, folder)
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 64}))
     return folder
