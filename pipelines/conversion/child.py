@@ -9,11 +9,11 @@ from typing import Any
 from staticllm.children.answers import answer_all
 from staticllm.errors import ModelError, last_line
 from staticllm.pipelines.conversion.gguf_model import convert
+from staticllm.sources.converted import NOTES
 
 
 def _answer(body: Mapping[str, Any]) -> dict[str, Any]:
-    convert(Path(body["path"]), Path(body["target"]))
-    return {}
+    return {NOTES: convert(Path(body["path"]), Path(body["target"]))}
 
 
 def _failure(error: Exception, body: Mapping[str, Any]) -> ModelError:
