@@ -44,8 +44,34 @@ class _Rotation:
     @property
     def order(self) -> Order:
         """The row that each row becomes: of each head, first those at even places, then the others."""
-        heads, size = (self.source.get_partial_shape()[axis].get_length() for axis in (2, 3))
-        return np.arange(heads * size).reshape(heads, size // _PAIR, _PAIR).swapaxes(1, 2).reshape(-1)
+        return order_of_halves(*(self.source.get_partial_shape()[axis].get_length() for axis in (2, 3)))
+
+
+def order_of_halves(heads: int, size: int) -> Order:
+    """Return the row that each row of heads becomes: of each head, first those at even places, then the others."""
+    return np.arange(heads * size).reshape(heads, size // _PAIR, _PAIR).swapaxes(1, 2).reshape(-1)
+
+
+def has_pairs(model: ov.Model) -> bool:
+    """Return whether a decoder rotates pairs."""
+    return any(
+        _turned_source(value)
+        for node in model.get_ordered_ops()
+        if node.get_type_name() == "Multiply"
+        for value in node.input_values()[:1]
+    )
+
+
+def reorder_rows(product: ov.Node, order: Order) -> bool:
+    """Reorder the rows of a product's weights in place; False if they cannot be, or something else reads them."""
+    weights = _constants(product.input_value(1), len(order))
+    if weights is None or not product.get_attributes()["transpose_b"] or not _are_bytes(weights):
+        return False
+    if not all(map(_is_unshared, weights)):
+        return False
+    for constant in weights:
+        _reorder(constant, order)
+    return True
 
 
 def rotate_halves(model: ov.Model) -> int:

@@ -16,6 +16,7 @@ from staticllm.compiler_passes.rewrites.rotate_halves import rotate_halves
 from staticllm.errors import ModelError, last_line, shown
 from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML
 from staticllm.pipelines.conversion.gguf_layers import mend_layers
+from staticllm.pipelines.conversion.gguf_modules import name_modules
 from staticllm.pipelines.conversion.gguf_rotation import restore_angles
 from staticllm.pipelines.conversion.gguf_tokenizer import assumed, build_tokenizer, special_tokens, tool_templates
 from staticllm.pipelines.conversion.gguf_weights import restore_scales
@@ -85,6 +86,7 @@ def _read(header: GGUFHeader) -> ov.Model:
     make_stateful(model, window_of(header), attention_scale(header))
     join_halves(model)
     rotate_halves(model)
+    name_modules(model, header)
     return model
 
 
