@@ -1,7 +1,7 @@
 """Names the linear layers of a GGUF file's model after the modules of the original, by which adapters find them.
 
-Files have the rows of queries and keys of some architectures in another order. ``rotate_halves`` has put them back where they
-rotate; here that is done in layers that do not.
+Many files have the rows of queries and keys in another order. ``rotate_halves`` has put them back where they rotate; here that is
+done in layers that do not.
 """
 
 from __future__ import annotations

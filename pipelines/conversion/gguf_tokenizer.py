@@ -17,6 +17,7 @@ import openvino as ov
 
 from staticllm.errors import ModelError, shown
 from staticllm.pipelines.conversion.gguf_merges import Pair, impossible, live_pairs, merged, pairs_by_score
+from staticllm.sources.gguf_architectures import ARCHITECTURES
 from staticllm.sources.gguf_header import GGUFHeader
 
 if TYPE_CHECKING:
@@ -96,8 +97,6 @@ _NFC = frozenset(("qwen2", "deepseek-r1-qwen", "megrez"))
 """Splits before which text is normalised to NFC."""
 _WHOLE = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken"))
 """Splits behind which a word that is a token is that token, whatever pairs make of it; a text begins there if no key says it."""
-_ONLY_SPLIT = {"qwen2": "qwen2", "qwen3": "qwen2", "smollm3": "llama-bpe", "mistral3": "tekken"}
-"""Architectures all of whose vocabularies of byte pairs are split in one way."""
 
 
 @dataclass(frozen=True)
@@ -225,8 +224,9 @@ def check_vocabulary(header: GGUFHeader) -> None:
 def split_of(header: GGUFHeader) -> str:
     """Return how texts are split. Raises ``ModelError`` (the file does not say it, or it is not known)."""
     pre = header.text(PRE)
-    if not pre and header.architecture in _ONLY_SPLIT:
-        return _ONLY_SPLIT[header.architecture]
+    known = ARCHITECTURES.get(header.architecture)
+    if not pre and known is not None and known.split:
+        return known.split
     if not pre:
         raise ModelError(
             f"{str(header.path)!r} does not say how texts are split ({PRE} is missing), and models of the architecture "

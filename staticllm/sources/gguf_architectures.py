@@ -30,6 +30,7 @@ class GGUFArchitecture:
     ``period_unrotated``: every layer of this number is not rotated. ``normed_after_rotation``: queries and keys are. ``keys``:
     those that the reader applies beside those that all have. ``divides_logits``: ``logit_scale`` divides, and the reader
     multiplies. ``deep``: the number of layers of the one size whose attention is scaled by the embedding's part of a head.
+    ``split``: how texts are split before pairs of bytes are merged, if all vocabularies of the architecture are split in one way.
     """
 
     windows: Windows = "none"
@@ -40,16 +41,19 @@ class GGUFArchitecture:
     divides_logits: bool = False
     deep: int = 0
     keys: frozenset[str] = frozenset()
+    split: str = ""
 
 
 _MULTIPLIERS = frozenset(("embedding_scale", "residual_scale", "logit_scale"))
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(windows="all"),
     "mistral3": GGUFArchitecture(
-        windows="all", keys=frozenset(("attention.temperature_scale", "attention.temperature_length"))
+        windows="all",
+        keys=frozenset(("attention.temperature_scale", "attention.temperature_length")),
+        split="tekken",
     ),
-    "qwen2": GGUFArchitecture(),
-    "qwen3": GGUFArchitecture(),
+    "qwen2": GGUFArchitecture(split="qwen2"),
+    "qwen3": GGUFArchitecture(split="qwen2"),
     "phi3": GGUFArchitecture(windows="all"),
     "gemma": GGUFArchitecture(),
     "gemma2": GGUFArchitecture(
@@ -65,7 +69,7 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
         deep=62,
         keys=frozenset(("final_logit_softcapping", "rope.freq_base_swa")),
     ),
-    "smollm3": GGUFArchitecture(period_unrotated=4),
+    "smollm3": GGUFArchitecture(period_unrotated=4, split="llama-bpe"),
     "hunyuan-dense": GGUFArchitecture(normed_after_rotation=True),
     "minicpm": GGUFArchitecture(divides_logits=True, keys=_MULTIPLIERS),
 }

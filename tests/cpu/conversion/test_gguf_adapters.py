@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
 import numpy as np
@@ -47,12 +48,13 @@ def check(found, wanted, plain):
     assert np.abs(found - plain).max() > 0.02 * size, "the adapter changes nothing"
 
 
-def merge_into_model(model, lora):
-    """Add an adapter to the weights of a model of the exporter, in place."""
+def merge_into_model(model, lora, folder):
+    """Add an adapter to the weights of a model of the exporter in place; the file has queries times a factor."""
+    config = json.loads((folder / "config.json").read_text())
     for path, node in linear_layers(model).items():
         if path in lora.matrices:
             a, b = lora.matrices[path]
-            delta = np.float32(lora.scale) * (b @ a)
+            delta = np.float32(lora.scale) * (b @ a) / gguf_files.scale_of(config, path)
             own = constant_value(node.input_value(1))
             total = own + (delta if node.get_attributes()["transpose_b"] else delta.T)
             node.input(1).replace_source_output(ops.constant(total).output(0))
@@ -67,7 +69,7 @@ def test_an_adapter_of_the_export_changes_its_file_alike(name, targets, model_pa
     written = gguf_files.write(model_path(name), tmp_path / "model.gguf", name, "F32")
     lora = Lora(model_path(name), targets)
     plain = logits_of(written.reference, TOKENS, ())[0, -1]
-    merge_into_model(written.reference, lora)
+    merge_into_model(written.reference, lora, model_path(name))
     wanted = logits_of(written.reference, TOKENS, ())[0, -1]
     check(adapted_logits(converted(written.path), lora.save(tmp_path / "adapter")), wanted, plain)
 
@@ -117,7 +119,7 @@ def test_an_adapter_computes_what_a_file_with_it_in_its_weights_computes(kind, t
 def test_a_file_with_compressed_weights_takes_an_adapter(model_path, tmp_path):
     written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
     lora = Lora(model_path("llama"), TARGETS)
-    merge_into_model(written.reference, lora)
+    merge_into_model(written.reference, lora, model_path("llama"))
     adapter = Adapter(lora.save(tmp_path / "adapter"))
     with StaticLLMPipeline(written.path, "CPU", adapters=AdapterConfig([(adapter, 1.0)]), **SIZES, **EXACT) as pipe:
         found = pipe.generate(np.array([TOKENS]), max_new_tokens=8, ignore_eos=True).tokens[0]
