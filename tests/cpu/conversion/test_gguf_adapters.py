@@ -32,10 +32,10 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def adapted_logits(folder, adapter, factor=1.0):
+def adapted_logits(folder, adapter, factor=1.0, programs="shared"):
     """Return the logits after the last token, by programs whose inputs are the adapter's matrices."""
     config = AdapterConfig([(Adapter(adapter), factor)])
-    given = resolve({**SIZES, **EXACT, "ADAPTERS": adapter_set_of(config)}, set(EXACT))
+    given = resolve({**SIZES, **EXACT, "PROGRAMS": programs, "ADAPTERS": adapter_set_of(config)}, set(EXACT))
     runner = load(folder, "CPU", given.config).runner
     sequence = runner.cache.open(Conditions((factor,)))
     return np.array(runner.prefill(sequence, TOKENS))
@@ -127,6 +127,35 @@ def test_a_file_with_compressed_weights_takes_an_adapter(model_path, tmp_path):
         best = logits_of(written.reference, tokens, ())[0, -1]
         assert best[token] >= best.max() - 1e-4 * np.abs(best).max()
         tokens.append(token)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_an_adapter_of_a_model_with_images_finds_the_text_part(prefix, tmp_path):
+    path = write_random(tmp_path / "model.gguf", "mistral3", layers=1)
+    lora = Lora(converted(path), ("q_proj", "down_proj"))
+    plain = adapted_logits(converted(path), lora.save(tmp_path / "plain"))
+    lora.matrices = {path.replace("model.", prefix, 1): each for path, each in lora.matrices.items()}
+    found = adapted_logits(converted(path), lora.save(tmp_path / "adapter"))
+    assert np.abs(found - plain).max() <= 1e-4 * np.abs(plain).max()
+
+
+@pytest.mark.parametrize("mode", ["separate", "blocks"])
+def test_programs_of_each_mode_take_an_adapter(mode, model_path, tmp_path):
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "F32")
+    lora = Lora(model_path("llama"), TARGETS)
+    adapter = lora.save(tmp_path / "adapter")
+    shared, own = (adapted_logits(converted(written.path), adapter, programs=each) for each in ("shared", mode))
+    assert np.abs(own - shared).max() <= 1e-4 * np.abs(shared).max()
+
+
+def test_an_adapter_is_folded_into_the_weights(model_path, tmp_path):
+    written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "F32")
+    adapter = Adapter(Lora(model_path("llama"), TARGETS).save(tmp_path / "adapter"))
+    found = []
+    for config in (AdapterConfig(adapter), AdapterConfig(adapter, AdapterConfig.Mode.MODE_FUSE)):
+        with StaticLLMPipeline(written.path, "CPU", adapters=config, **SIZES, **EXACT) as pipe:
+            found.append(pipe.generate(np.array([TOKENS]), max_new_tokens=12, ignore_eos=True).tokens)
+    assert found[0] == found[1]
 
 
 def test_a_module_that_a_file_has_in_parts_is_named(tmp_path):

@@ -258,6 +258,16 @@ def test_harmless_values_stop_no_file(facts, kind, tmp_path):
     assert special_tokens(header).pad is None
 
 
+def test_more_types_and_scores_than_tokens_stop_no_file(tmp_path):
+    vocabulary = random_vocabulary("llama", 4)
+    plain = saved(vocabulary.write(tmp_path / "plain.gguf"), tmp_path / "plain")
+    vocabulary.types.append(1)
+    vocabulary.scores.append(0.0)
+    tokenizer = saved(vocabulary.write(tmp_path / "model.gguf"), tmp_path / "own")
+    for text in gguf_texts.random_texts(5, 50):
+        assert tokenizer.encode(text).input_ids.data.tolist() == plain.encode(text).input_ids.data.tolist()
+
+
 @pytest.mark.parametrize("what", ["bos", "eos"])
 def test_a_token_that_begins_or_ends_a_text_may_be_none(what, tmp_path):
     header = a_byte_vocabulary(tmp_path / "model.gguf")
