@@ -7,7 +7,7 @@ the same, so the rows of the weights are stored in the order in which the halves
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,22 +55,24 @@ def order_of_halves(heads: int, size: int) -> Order:
 def has_pairs(model: ov.Model) -> bool:
     """Return whether a decoder rotates pairs."""
     return any(
-        _turned_source(value)
+        _turned_source(value) is not None
         for node in model.get_ordered_ops()
         if node.get_type_name() == "Multiply"
         for value in node.input_values()[:1]
     )
 
 
-def reorder_rows(product: ov.Node, order: Order) -> bool:
-    """Reorder the rows of a product's weights in place; False if they cannot be, or something else reads them."""
-    weights = _constants(product.input_value(1), len(order))
-    if weights is None or not product.get_attributes()["transpose_b"] or not _are_bytes(weights):
-        return False
-    if not all(map(_is_unshared, weights)):
-        return False
-    for constant in weights:
-        _reorder(constant, order)
+def reorder_rows(products: Mapping[ov.Node, Order]) -> bool:
+    """Reorder the rows of the weights of products in place: all, or none (False) if one has biases or shares its weights."""
+    found = [(_constants(product.input_value(1), len(order)), order) for product, order in products.items()]
+    for product, (weights, _) in zip(products, found, strict=True):
+        is_known = weights is not None and _are_bytes(weights) and all(map(_is_unshared, weights))
+        readers = [reader.get_type_name() for reader in consumers(product.output(0))]
+        if not is_known or not product.get_attributes()["transpose_b"] or "Add" in readers:
+            return False
+    for weights, order in found:
+        for constant in weights or ():
+            _reorder(constant, order)
     return True
 
 

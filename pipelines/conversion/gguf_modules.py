@@ -7,8 +7,9 @@ done in layers that do not.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Mapping
 
-import numpy as np
 import openvino as ov
 
 from staticllm.compiler_passes.rewrites.rotate_halves import has_pairs, order_of_halves, reorder_rows
@@ -29,30 +30,27 @@ _REORDERED = ("Qcur", "Kcur")
 
 def name_modules(model: ov.Model, header: GGUFHeader) -> None:
     """Name the products of a model, but no queries and keys whose rows are in another order than the original's."""
-    has_other_order = has_pairs(model)
-    period = architecture_of(header).period_unrotated
-    order = order_of_halves(1, head_size(header))
-    products = (_PRODUCT.match(node.get_friendly_name()) for node in model.get_ordered_ops())
-    gated = {found[1] for found in products if found is not None and found[2] == "ffn_gate"}
+    layers: dict[int, dict[str, ov.Node]] = defaultdict(dict)
     for node in model.get_ordered_ops():
         name = node.get_friendly_name()
-        if node.get_type_name() != "MatMul":
-            continue
-        if _HEAD.match(name):
+        if node.get_type_name() == "MatMul" and (found := _PRODUCT.match(name)):
+            layers[int(found[1])][found[2]] = node
+        elif node.get_type_name() == "MatMul" and _HEAD.match(name):
             node.set_friendly_name("__module.lm_head/aten::linear/MatMul")
-        found = _PRODUCT.match(name)
-        if found is None or (found[2] in _REORDERED and has_other_order):
-            continue
-        is_unrotated = period and (int(found[1]) + 1) % period == 0
-        if found[2] in _REORDERED and is_unrotated and not _reorder(node, order):
-            continue
-        module = _MODULES[found[2]]
-        if found[2] == "ffn_up" and found[1] not in gated:
-            module = _JOINED
-        node.set_friendly_name(f"__module.model.layers.{found[1]}.{module}/aten::linear/MatMul")
+    has_other_order = has_pairs(model)
+    period = architecture_of(header).period_unrotated
+    for layer, products in layers.items():
+        is_unrotated = period and (layer + 1) % period == 0
+        is_ordered = not has_other_order and (not is_unrotated or _reorder(products, head_size(header)))
+        for name, node in products.items():
+            module = _JOINED if name == "ffn_up" and "ffn_gate" not in products else _MODULES[name]
+            if is_ordered or name not in _REORDERED:
+                node.set_friendly_name(f"__module.model.layers.{layer}.{module}/aten::linear/MatMul")
 
 
-def _reorder(product: ov.Node, order: np.ndarray[tuple[int], np.dtype[np.intp]]) -> bool:
-    """Reorder the rows of each head as ``rotate_halves`` does."""
-    count = product.get_output_partial_shape(0)[-1].get_length() // len(order)
-    return reorder_rows(product, np.concatenate([head * len(order) + order for head in range(count)]))
+def _reorder(products: Mapping[str, ov.Node], size: int) -> bool:
+    """Reorder queries and keys of a layer as ``rotate_halves`` does; heads have ``size`` rows."""
+    nodes = [products[name] for name in _REORDERED if name in products]
+    counts = [node.get_output_partial_shape(0)[-1].get_length() // size for node in nodes]
+    orders = {node: order_of_halves(count, size) for node, count in zip(nodes, counts, strict=True)}
+    return len(orders) == len(_REORDERED) and reorder_rows(orders)

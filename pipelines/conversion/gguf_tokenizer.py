@@ -174,7 +174,7 @@ def _optional_id(header: GGUFHeader, what: str, num_tokens: int) -> int | None:
 def _flag(header: GGUFHeader, key: str, default: bool) -> bool:
     """Return a setting. Raises ``ModelError`` (it is neither true nor false)."""
     value = header.metadata.get(key, default)
-    if value not in (0, 1):
+    if not isinstance(value, int) or value not in (0, 1):
         raise ModelError(
             f"{str(header.path)!r} has {key} {shown(value)}, which must be true or false: download it again"
         )
@@ -399,7 +399,7 @@ def _scored_pairs(header: GGUFHeader, vocabulary: _Vocabulary, special: SpecialT
     if not isinstance(scores, np.ndarray) or len(scores) < len(vocabulary.tokens):
         raise ModelError(f"{str(header.path)!r} has no score for each of its tokens ({SCORES}): download it again")
     known = {token: token.encode() for token in vocabulary.words if token not in vocabulary.added}
-    codes = {token: bytes.fromhex(found[1]) for token in known if (found := _BYTE.fullmatch(token))}
+    codes = {token: bytes.fromhex(match[1]) for token in known if (match := _BYTE.fullmatch(token))}
     letters = [token for token in known if len(token) == 1]
     spaced = {token for token in vocabulary.added if _SPACE in token}  # no text has them before spaces are replaced
     parts = spaced | (known.keys() - codes.keys())
