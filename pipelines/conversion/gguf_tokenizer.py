@@ -7,7 +7,7 @@ regular expressions that ``tokenizer.ggml.pre`` names, and SentencePiece's pairs
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -430,7 +430,7 @@ def _unknown(header: GGUFHeader, vocabulary: _Vocabulary) -> int:
     return next(iter(vocabulary.of_type(UNKNOWN).values()), 0) if own is None else own
 
 
-def _replacing_unknown(letters: Sequence[str], codes: Collection[bytes]) -> Iterator[BasePipelineStep]:
+def _replacing_unknown(letters: Sequence[str], codes: Set[bytes]) -> Iterator[BasePipelineStep]:
     """Yield the step that makes one letter of those in a row that are neither tokens nor have tokens for all bytes."""
     from openvino_tokenizers import tokenizer_pipeline as steps
 

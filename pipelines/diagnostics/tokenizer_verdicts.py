@@ -1,5 +1,8 @@
 """Compares the tokenizer of a model directory with the original in ``tokenizer.json``, if the library of that is installed."""
 
+# pyright: reportMissingImports=false
+# The library is optional.
+
 from __future__ import annotations
 
 from collections.abc import Iterator
