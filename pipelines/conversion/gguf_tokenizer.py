@@ -323,7 +323,7 @@ def _byte_pairs(header: GGUFHeader, vocabulary: _Vocabulary, special: SpecialTok
         {word.join(_MARKS).encode(): vocabulary.words[token] for token, word in wholes},
     )
     yield from _ends_of_text(header, special, is_begun=pre in _WHOLE)
-    own: list[bytes] = [apply_unicode_to_bytes(token, return_corrupted_tokens=True) for token in vocabulary.tokens]
+    own: Any = [apply_unicode_to_bytes(token, return_corrupted_tokens=True) for token in vocabulary.tokens]
     for text, place in vocabulary.added.items():
         own[place] = text.encode()
     yield steps.VocabDecoderStep(own, sorted(vocabulary.of_type(CONTROL).values()))
@@ -355,15 +355,15 @@ def _marks_around(wholes: Sequence[tuple[str, str]]) -> Iterator[BasePipelineSte
             alternatives = "|".join(map(re.escape, words))
             self.marks = steps.RegexNormalizationStep(rf"\A({alternatives})\z", "$1".join(_MARKS))
 
-        def get_ov_subgraph(self, input_nodes: list[Any]) -> list[Any]:
-            outputs: list[Any] = self.marks.get_ov_subgraph(input_nodes[2:])
-            return input_nodes[:2] + outputs
+        def get_ov_subgraph(self, *input_nodes: Any) -> Any:
+            (nodes,) = input_nodes
+            return nodes[:2] + self.marks.get_ov_subgraph(nodes[2:])
 
     for begin in range(0, len(wholes), _WORDS_PER_PATTERN):
         yield Marks([word for _, word in wholes[begin : begin + _WORDS_PER_PATTERN]])
 
 
-def _merging(texts: list[bytes], pairs: Sequence[tuple[bytes, bytes]], more: Mapping[bytes, int]) -> BasePipelineStep:
+def _merging(texts: list[bytes], pairs: list[tuple[bytes, bytes]], more: dict[bytes, int]) -> BasePipelineStep:
     """Return the step that merges pairs. ``more``: further texts of tokens."""
     from openvino_tokenizers import tokenizer_pipeline as steps
 
