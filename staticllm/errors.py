@@ -160,6 +160,20 @@ def enough_memory(kind: type[StaticLLMError], what: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def encoding(what: str) -> Iterator[None]:
+    """Raise a ``ModelError`` in place of what a tokenizer raises in a block that encodes a text."""
+    try:
+        yield
+    except StaticLLMError:
+        raise
+    except RuntimeError as error:
+        raise ModelError(
+            f"the tokenizer cannot encode {what} ({last_line(error)}): it was converted wrongly if `staticllm "
+            "verify` says so; export the model with another version of openvino-tokenizers, or use its GGUF file"
+        ) from error
+
+
 def as_ours(error: BaseException) -> Exception:
     """Return the exception that a reader receives: ours and failed assertions as they are, else a ``DeviceError``."""
     if isinstance(error, (StaticLLMError, AssertionError)):

@@ -15,6 +15,7 @@ import openvino as ov
 
 from staticllm.compiler_passes.graph.step_graph import through
 
+_TEXT_PART = "language_model."
 _ON_WEIGHTS = ("Convert", "Multiply", "Subtract", "Reshape", "Transpose")
 
 
@@ -40,12 +41,18 @@ def find_linear_layers(model: ov.Model) -> list[LinearLayer]:
 
 
 def layers_of_modules(layers: Iterable[LinearLayer], paths: Iterable[str]) -> dict[str, list[LinearLayer]]:
-    """Return path of a module → the layers that were made of it: none, one, or several if the model uses it repeatedly."""
+    """Return path of a module → the layers that were made of it: none, one, or several if the model uses it repeatedly.
+
+    A path within the text part of a larger model finds that of the text part alone.
+    """
     named = [(layer, " ".join(layer.names)) for layer in layers]
     found: dict[str, list[LinearLayer]] = defaultdict(list)
     for path in paths:
-        pattern = re.compile(rf"(?<![\w]){re.escape(path)}(?![\w])")
-        found[path] = [layer for layer, names in named if path in names and pattern.search(names)]
+        for name in dict.fromkeys((path, path.replace(_TEXT_PART, ""))):
+            pattern = re.compile(rf"(?<![\w]){re.escape(name)}(?![\w])")
+            found[path] = [layer for layer, names in named if name in names and pattern.search(names)]
+            if found[path]:
+                break
     return found
 
 

@@ -8,6 +8,7 @@ alpha is another number in that input, and a row without adapters gets exactly 0
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -74,7 +75,8 @@ def find_changes(model: ov.Model, layouts: Sequence[AdapterLayout]) -> list[Chan
         for path, rank, in_size, out_size in layout:
             if not found[path]:
                 raise AdapterError(
-                    f"an adapter changes {path!r}, which is no linear layer of this model: was it trained for another model?"
+                    f"an adapter changes {path!r}, which is no linear layer of this model{_beside(path, layers)}: was it trained "
+                    "for another model?"
                 )
             for layer in found[path]:
                 if (layer.in_size, layer.out_size) != (in_size, out_size):
@@ -90,6 +92,13 @@ def find_changes(model: ov.Model, layouts: Sequence[AdapterLayout]) -> list[Chan
                 "load fewer adapters, or fold one in with MODE_FUSE"
             )
     return [change for change in changes.values() if change.adapters]
+
+
+def _beside(path: str, layers: Sequence[LinearLayer]) -> str:
+    """Return which linear layers a model has where an adapter has another one, in brackets; "" if it has none."""
+    pattern = re.compile(rf"(?<![\w]){re.escape(path.rpartition('.')[0])}\.(\w+)")
+    found = sorted({match[1] for layer in layers for name in layer.names[:1] if (match := pattern.search(name))})
+    return f" (it has {', '.join(found)} there)" if found else ""
 
 
 def _groups(changes: list[Change]) -> list[list[Change]]:
@@ -147,7 +156,7 @@ def _expose(graph: StepGraph, group: AdaptedGroup, members: list[Change], rows: 
     """Add the inputs of one group, and what they compute to the outputs of its layers."""
     source = members[0].layer.source
     rank = source.get_partial_shape().rank
-    if rank.is_dynamic or rank.get_length() not in (2, 3):
+    if rank.is_dynamic or rank.get_length() not in (2, 3, 4):
         raise AdapterError(
             f"{members[0].adapters[0][1]!r} reads values of shape {source.get_partial_shape()}: adapters are not possible there"
         )

@@ -7,7 +7,7 @@ the same, so the rows of the weights are stored in the order in which the halves
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,8 +44,36 @@ class _Rotation:
     @property
     def order(self) -> Order:
         """The row that each row becomes: of each head, first those at even places, then the others."""
-        heads, size = (self.source.get_partial_shape()[axis].get_length() for axis in (2, 3))
-        return np.arange(heads * size).reshape(heads, size // _PAIR, _PAIR).swapaxes(1, 2).reshape(-1)
+        return order_of_halves(*(self.source.get_partial_shape()[axis].get_length() for axis in (2, 3)))
+
+
+def order_of_halves(heads: int, size: int) -> Order:
+    """Return the row that each row of heads becomes: of each head, first those at even places, then the others."""
+    return np.arange(heads * size).reshape(heads, size // _PAIR, _PAIR).swapaxes(1, 2).reshape(-1)
+
+
+def has_pairs(model: ov.Model) -> bool:
+    """Return whether a decoder rotates pairs."""
+    return any(
+        _turned_source(value) is not None
+        for node in model.get_ordered_ops()
+        if node.get_type_name() == "Multiply"
+        for value in node.input_values()[:1]
+    )
+
+
+def reorder_rows(products: Mapping[ov.Node, Order]) -> bool:
+    """Reorder the rows of the weights of products in place: all, or none (False) if one has biases or shares its weights."""
+    found = [(_constants(product.input_value(1), len(order)), order) for product, order in products.items()]
+    for product, (weights, _) in zip(products, found, strict=True):
+        is_known = weights is not None and _are_bytes(weights) and all(map(_is_unshared, weights))
+        readers = [reader.get_type_name() for reader in consumers(product.output(0))]
+        if not is_known or not product.get_attributes()["transpose_b"] or "Add" in readers:
+            return False
+    for weights, order in found:
+        for constant in weights or ():
+            _reorder(constant, order)
+    return True
 
 
 def rotate_halves(model: ov.Model) -> int:

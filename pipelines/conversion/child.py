@@ -10,13 +10,13 @@ from staticllm.children.answers import answer_all
 from staticllm.children.child import end_with_parent
 from staticllm.errors import ModelError, last_line
 from staticllm.pipelines.conversion.gguf_model import convert
+from staticllm.sources.converted import NOTES
 from staticllm.system.file_lock import acquire
 
 
 def _answer(body: Mapping[str, Any]) -> dict[str, Any]:
     with acquire(Path(body["lock"])):
-        convert(Path(body["path"]), Path(body["target"]))
-    return {}
+        return {NOTES: convert(Path(body["path"]), Path(body["target"]))}
 
 
 def _failure(error: Exception, body: Mapping[str, Any]) -> ModelError:

@@ -16,8 +16,9 @@ from staticllm.compiler_passes.rewrites.rotate_halves import rotate_halves
 from staticllm.errors import ModelError, last_line, shown
 from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML
 from staticllm.pipelines.conversion.gguf_layers import mend_layers
+from staticllm.pipelines.conversion.gguf_modules import name_modules
 from staticllm.pipelines.conversion.gguf_rotation import restore_angles
-from staticllm.pipelines.conversion.gguf_tokenizer import build_tokenizer, special_tokens
+from staticllm.pipelines.conversion.gguf_tokenizer import assumed, build_tokenizer, special_tokens, tool_templates
 from staticllm.pipelines.conversion.gguf_weights import restore_scales
 from staticllm.sources.gguf_architectures import (
     EXPORT,
@@ -28,7 +29,7 @@ from staticllm.sources.gguf_architectures import (
 )
 from staticllm.sources.gguf_header import GGUFHeader, kinds_of, read_gguf_header
 
-CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
+CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG = "config.json", "generation_config.json", "tokenizer_config.json"
 _SIZES = {
     "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count", "num_attention_heads": "attention.head_count",
@@ -36,8 +37,8 @@ _SIZES = {
 """Keys of ``config.json``, and those of a file's metadata behind the architecture's name."""
 
 
-def convert(path: Path, target: Path) -> None:
-    """Write the model, its tokenizer and its configuration into a folder.
+def convert(path: Path, target: Path) -> list[str]:
+    """Write the model, its tokenizer and its configuration into a folder. Return what was assumed, each in a line.
 
     Raises ``ModelError`` (the file cannot be read, or its architecture, types of weights or vocabulary are not known).
     """
@@ -49,6 +50,9 @@ def convert(path: Path, target: Path) -> None:
         _save(each, target / name)
     _write(target / CONFIG, _config(header))
     _write(target / GENERATION_CONFIG, _generation_config(header))
+    if templates := tool_templates(header):
+        _write(target / TOKENIZER_CONFIG, {"chat_template": templates})
+    return assumed(header)
 
 
 def _save(model: ov.Model, path: Path) -> None:
@@ -82,6 +86,7 @@ def _read(header: GGUFHeader) -> ov.Model:
     make_stateful(model, window_of(header), attention_scale(header))
     join_halves(model)
     rotate_halves(model)
+    name_modules(model, header)
     return model
 
 

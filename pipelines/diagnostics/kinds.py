@@ -19,6 +19,7 @@ from staticllm.pipelines.artifacts.manifest import Manifest
 from staticllm.pipelines.diagnostics.diagnosis import Diagnosis
 from staticllm.pipelines.diagnostics.reports import Verdict
 from staticllm.pipelines.diagnostics.speech_diagnosis import Jobs, parts_of, speech_verdicts
+from staticllm.pipelines.diagnostics.tokenizer_verdicts import tokenizer_verdicts
 from staticllm.pipelines.loading.kind import LoadJob
 from staticllm.pipelines.programs.kinds import KINDS
 from staticllm.sources.hub import located
@@ -79,11 +80,13 @@ def jobs_in(
 
 
 def verdicts_of(jobs: Jobs, modes: Sequence[ProgramMode]) -> Iterator[Verdict]:
-    """Compare the programs of a model in each mode with the original in f32, and yield each verdict."""
+    """Compare the tokenizer of a model and its programs in each mode with the originals, and yield each verdict."""
+    yield from tokenizer_verdicts(next(iter(jobs.values())).directory)
     if len(jobs) > 1:
-        return speech_verdicts(jobs, modes)
+        yield from speech_verdicts(jobs, modes)
+        return
     (job,) = jobs.values()
-    return diagnosis_of(job.kind.name).verdicts(job, modes)
+    yield from diagnosis_of(job.kind.name).verdicts(job, modes)
 
 
 def verify_set(job: LoadJob[Any], folder: Path) -> Manifest:

@@ -10,7 +10,7 @@ import openvino_genai as genai
 from numpy.typing import NDArray
 
 from staticllm.devices import read_first_tensor
-from staticllm.errors import ModelError, PromptError, last_line, pipeline_closed
+from staticllm.errors import ModelError, PromptError, encoding, pipeline_closed
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 
 read_first_tensor()
@@ -122,10 +122,8 @@ class TextTokenizer:
 
     def _call(self, texts: list[str], query: str | None = None) -> Iterator[NDArray[np.int64]]:
         encode = self._open.encode
-        try:
+        with encoding(f"{len(texts)} texts"):
             found = encode(texts) if query is None else encode([query], texts)
-        except RuntimeError as error:
-            raise ModelError(f"the tokenizer cannot encode {len(texts)} texts: {last_line(error)}") from error
         for ids, mask in zip(found.input_ids.data, found.attention_mask.data, strict=True):
             yield np.asarray(ids[mask.astype(bool)], np.int64)
 
@@ -162,7 +160,8 @@ class TextTokenizer:
         return 0, 0
 
     def _call_without_special(self, text: str) -> list[NDArray[np.int64]]:
-        found = self._open.encode([text], add_special_tokens=False)
+        with encoding("1 text"):
+            found = self._open.encode([text], add_special_tokens=False)
         return [np.asarray(ids, np.int64) for ids in found.input_ids.data]
 
 

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from staticllm.errors import encoding
+
 _BYTE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 ANCHORS = ("\n", "\x02")
 """Texts that are put before a text whose tokens a tokenizer would begin with a space of its own."""
@@ -149,7 +151,8 @@ class TokenEncoder:
         return self._longest_first(wanted)
 
     def _encoded(self, text: str) -> list[int]:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).input_ids.data
+        with encoding(f"{len(text)} characters"):
+            ids = self._tokenizer.encode(text, add_special_tokens=False).input_ids.data
         return [int(id) for id in np.asarray(ids).ravel()]
 
     def _joined(self, ids: Sequence[int]) -> bytes | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ from typing import Any
 import openvino_genai as genai
 
 from staticllm.core import OnProgress
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, shown
 from staticllm.model_dir import check_model_dir, path_of
 from staticllm.pipelines.engine.speculation.draft_model import DraftModel
 from staticllm.pipelines.launch.arguments import Given, read_tokenizer, resolve_candidates
@@ -22,6 +23,8 @@ from staticllm.pipelines.launch.engine import Launched, load_first
 
 TOKENIZER_XML = "openvino_tokenizer.xml"
 NAME = "draft_model"
+_UNUSED = re.compile(rb"[\[<][^a-z]*(pad|unused|reserved|extra|dummy|placeholder)\D*\d+\D*[\]>]", re.IGNORECASE)
+"""Texts of tokens that fill a vocabulary up."""
 MEASURE_SECONDS = 0.5
 """Time for measuring the cost of drafted tokens during loading, in seconds."""
 
@@ -121,16 +124,22 @@ def load_draft(
 
 
 def check_tokenizers(tokenizer: genai.Tokenizer, directory: Path) -> None:
-    """Check that a draft model's tokenizer, if any, gives the same tokens the same numbers. Raises ``ConfigError``."""
+    """Check that a draft model's tokenizer, if any, has the same tokens where both have some in use. Raises ``ConfigError``.
+
+    One may have more of them: a family's models have the same tokens and different numbers of unused ones at their end.
+    """
     if not (directory / TOKENIZER_XML).is_file():
         return
     mine = tokenizer.get_vocab()
     other = read_tokenizer(directory).get_vocab()
-    if mine != other:
-        raise ConfigError(
-            f"the draft model {str(directory)!r} has another tokenizer ({len(other)} tokens, the model has {len(mine)}): "
-            "choose a draft model of the same family"
-        )
+    texts = {number: text for text, number in other.items()}
+    for text, number in sorted(mine.items(), key=lambda pair: pair[1]):
+        own = texts.get(number, text)
+        if own != text and not (_UNUSED.fullmatch(own) or _UNUSED.fullmatch(text)):
+            raise ConfigError(
+                f"the draft model {str(directory)!r} has another tokenizer ({len(other)} tokens, the model has {len(mine)}; "
+                f"token {number} is {shown(own)} there and {shown(text)} here): choose a draft model of the same family"
+            )
 
 
 def use_draft(

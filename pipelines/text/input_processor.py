@@ -21,10 +21,9 @@ from staticllm.devices import read_first_tensor
 from staticllm.errors import (
     AdapterError,
     GenerationConfigError,
-    ModelError,
     PromptError,
     PromptTooLongError,
-    last_line,
+    encoding,
     shown,
 )
 from staticllm.pipelines.conversation.chat_template import render
@@ -482,12 +481,8 @@ def _tools_for(options: ToolOptions) -> list[dict[str, Any]]:
 
 
 def _encoded(tokenizer: genai.Tokenizer, text: str, **options: Any) -> list[list[int]]:
-    try:
+    with encoding(f"{len(text)} characters"):
         return _real_ids(tokenizer.encode(text, **options))
-    except RuntimeError as error:
-        if isinstance(error, PromptError):
-            raise
-        raise ModelError(f"the tokenizer cannot encode {len(text)} characters: {last_line(error)}") from error
 
 
 def _parts_of(messages: Any) -> tuple[list[dict[str, Any]], list[Any], dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import openvino_genai as genai
 
-from staticllm.errors import ModelError, last_line, pipeline_closed
+from staticllm.errors import ModelError, encoding, last_line, pipeline_closed
 from staticllm.pipelines.generation.options.resolve import GenerationOptions
 from staticllm.pipelines.generation.options.table import SamplingParams, TokenSequences
 
@@ -197,7 +197,8 @@ class WordTokens:
         return self._texts
 
     def _encoded(self, text: str) -> tuple[int, ...]:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).input_ids.data
+        with encoding(f"{len(text)} characters"):
+            ids = self._tokenizer.encode(text, add_special_tokens=False).input_ids.data
         return tuple(int(token) for token in ids.reshape(-1))
 
 

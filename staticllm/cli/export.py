@@ -75,6 +75,8 @@ def _export(request: ExportRequest, interpreter: Path) -> None:
         exported = export(request, interpreter, Steps(shown))
     size = f"{exported.num_bytes / 1e6:.0f} MB in {time.monotonic() - begin:.0f} s"
     click.echo(f"{exported.directory}: {exported.weights}; {size}")
+    if exported.difference:
+        click.echo(f"the tokenizer differs from the original: {exported.difference}", err=True)
     if exported.is_decoder:
         click.echo(f"try it: staticllm run {exported.directory}", err=True)
 

@@ -138,7 +138,8 @@ def verify(ctx: click.Context, model: str, device: str, programs: str, precision
     """Compare MODEL with its original stateful IR on the CPU, in f32: logits of 96 tokens, and greedy answers.
 
     The chunks are small, and generation exceeds the smaller KV lengths. An encoder runs texts of several lengths, alone and
-    packed into the same calls. Exit with code 1 if anything differs.
+    packed into the same calls. With the package tokenizers, texts get the ids of tokenizer.json. Exit with code 1 if anything
+    differs.
 
     With --precision f16, print how far a decoder's probabilities in f16 diverge from those in f32 (KL), over texts that it writes
     itself: on --device if it computes f16, else emulated on the CPU with the programs of that device, which need not be here.

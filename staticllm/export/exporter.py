@@ -57,12 +57,16 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class Exported:
-    """A model directory that was written: its weights and its bytes."""
+    """A model directory that was written: its weights and its bytes.
+
+    ``difference``: which text its tokenizer reads in another way than the original, in a line; "" if none is known.
+    """
 
     directory: Path
     weights: Weights
     is_decoder: bool
     num_bytes: int
+    difference: str = ""
 
 
 def check_request(request: ExportRequest) -> None:
@@ -106,7 +110,7 @@ def export(request: ExportRequest, python: Path, on_step: OnStep = ignore_step) 
         if not request.trusts_remote_code:
             environment["HF_HUB_OFFLINE"] = "1"
         try:
-            ask(python, values, seconds, on_step, environment)
+            done = ask(python, values, seconds, on_step, environment)
         except ModelError as error:
             raise ModelError(f"{request.source!r} cannot be exported: {_with_remedy(str(error))}") from None
         written = path_kind(scratch / "model", needs_tokenizer=is_decoder)
@@ -117,7 +121,12 @@ def export(request: ExportRequest, python: Path, on_step: OnStep = ignore_step) 
             )
         num_written = sum(path.stat().st_size for path in (scratch / "model").rglob("*"))
         _move(scratch / "model", request.target)
-    return Exported(request.target, weights, is_decoder, num_written)
+    return Exported(request.target, weights, is_decoder, num_written, _line(done.get("tokenizer")))
+
+
+def _line(value: object) -> str:
+    """Return a text of the tool in a line; "" for none."""
+    return "".join(each if each.isprintable() else "?" for each in value) if isinstance(value, str) else ""
 
 
 def _with_remedy(reason: str) -> str:

@@ -20,13 +20,14 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any, TextIO
 
 IGNORED = ("*.gguf", "*.h5", "*.msgpack", "*.onnx*", "*.ot", "*.tflite", "onnx/*", "openvino/*", "original/*", "*.pth")
 """Files of a model on the hub that are the same weights again."""
 PICKLED = "*.bin"
-TOKENIZER = "openvino_tokenizer.xml"
+TOKENIZER, ORIGINAL = "openvino_tokenizer.xml", "tokenizer.json"
 _MAX_CHARS = 2000
 _MAX_MODULES = 64
 
@@ -133,7 +134,45 @@ def export(request: Values, answers: TextIO) -> Values:
         _write(answers, {"step": f"compressing the weights to {compression['bits']} bits"})
         _compress(written, target, request["task"], config)
     _copy_modules(folder, target)
-    return {}
+    _write(answers, {"step": "comparing the tokenizer with the original"})
+    try:
+        difference = _tokenizer_difference(target)
+    except Exception as error:  # the model is written
+        difference = f"they cannot be compared: {_first_line(error)}"
+    return {"tokenizer": difference}
+
+
+def _tokenizer_difference(target: Path) -> str | None:
+    """Return in a line which text has other ids than in the original tokenizer; None if none has, or there is none."""
+    if not (target / ORIGINAL).is_file():
+        return None
+    import openvino_tokenizers  # noqa: F401 - brings the operations of tokenizers
+    from openvino import Core
+    from tokenizers import Tokenizer
+
+    own = Core().compile_model(str(target / TOKENIZER), "CPU")
+    original = Tokenizer.from_file(str(target / ORIGINAL))
+    original.no_padding()
+    original.no_truncation()
+    texts = _sibling("tokenizer_texts")
+
+    def there(text: str) -> list[list[int]]:
+        return [original.encode(text, add_special_tokens=adds).ids for adds in (True, False)]
+
+    found: str | None = texts.first_difference(
+        lambda text: own([text])["input_ids"][0].tolist(), there, texts.sample_texts()
+    )
+    return found
+
+
+def _sibling(name: str) -> Any:
+    """Return a module beside this file, whose folder is not on the path of an isolated interpreter."""
+    spec = spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _compress(written: Path, target: Path, task: str, config: Any) -> None:

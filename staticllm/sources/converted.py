@@ -13,6 +13,7 @@ import secrets
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -38,6 +39,8 @@ FOLDER = "converted"
 CHILD = "staticllm.pipelines.conversion.child"
 FORMAT = "4"
 """Changes when the same file is converted differently."""
+NOTES = "notes"
+"""The field of the child's answer with what it has assumed, lines for the user."""
 MAX_SECONDS = 3600.0
 STAGE: Stage = "convert"
 _FILES = "files.json"
@@ -308,7 +311,10 @@ def _run_child(path: Path, scratch: Path, lock: Path) -> None:
     body = {"path": str(path.absolute()), "target": str(scratch.absolute()), "lock": str(lock.absolute())}
     try:
         with Child(python_command(CHILD), has_pipes=True, errors=errors) as child:
-            check(child.ask(Message(Kind.MODEL, body=body), MAX_SECONDS))
+            answer = child.ask(Message(Kind.MODEL, body=body), MAX_SECONDS)
+            check(answer)
+            for note in answer.body.get(NOTES, ()):
+                warnings.warn(note, RuntimeWarning, stacklevel=2)
     except TimeoutError:
         raise ModelError(
             f"{str(path)!r} was not converted in {MAX_SECONDS:g} s: convert it on a faster machine"

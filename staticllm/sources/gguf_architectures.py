@@ -41,6 +41,7 @@ class GGUFArchitecture:
     those that the reader applies beside those that all have. ``divides_logits``: ``logit_scale`` divides, and the reader
     multiplies. ``deep``: the number of layers of the one size whose attention is scaled by the embedding's part of a head.
     ``layers``: the tensors of its layers. ``needs``: keys without which other programs guess.
+    ``split``: how texts are split before pairs of bytes are merged, if all vocabularies of the architecture are split in one way.
     """
 
     windows: Windows = "none"
@@ -53,6 +54,7 @@ class GGUFArchitecture:
     keys: frozenset[str] = frozenset()
     needs: frozenset[str] = frozenset()
     layers: LayerTensors = _PLAIN
+    split: str = ""
 
 
 _MULTIPLIERS = frozenset(("embedding_scale", "residual_scale", "logit_scale"))
@@ -61,10 +63,12 @@ _HEAD_NORMS = LayerTensors(has_head_norms=True)
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(windows="all"),
     "mistral3": GGUFArchitecture(
-        windows="all", keys=frozenset(("attention.temperature_scale", "attention.temperature_length"))
+        windows="all",
+        keys=frozenset(("attention.temperature_scale", "attention.temperature_length")),
+        split="tekken",
     ),
-    "qwen2": GGUFArchitecture(layers=LayerTensors(has_biases=True)),
-    "qwen3": GGUFArchitecture(layers=_HEAD_NORMS),
+    "qwen2": GGUFArchitecture(split="qwen2", layers=LayerTensors(has_biases=True)),
+    "qwen3": GGUFArchitecture(split="qwen2", layers=_HEAD_NORMS),
     "phi3": GGUFArchitecture(windows="all", layers=LayerTensors(is_fused=True, may_bias_inner=False)),
     "gemma": GGUFArchitecture(layers=LayerTensors(may_bias_inner=False)),
     "gemma2": GGUFArchitecture(
@@ -83,7 +87,7 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
         keys=frozenset(("final_logit_softcapping", "rope.freq_base_swa")),
         layers=LayerTensors(has_head_norms=True, has_post_norms=True, may_bias_inner=False),
     ),
-    "smollm3": GGUFArchitecture(period_unrotated=4),
+    "smollm3": GGUFArchitecture(period_unrotated=4, split="llama-bpe"),
     "hunyuan-dense": GGUFArchitecture(normed_after_rotation=True, layers=_HEAD_NORMS),
     "minicpm": GGUFArchitecture(divides_logits=True, keys=_MULTIPLIERS, needs=_MULTIPLIERS),
 }

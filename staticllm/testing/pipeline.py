@@ -13,6 +13,7 @@ import openvino_genai as genai
 
 from staticllm.config import Scheduler
 from staticllm.core import OnProgress, ProgressEvent
+from staticllm.errors import encoding
 from staticllm.model_dir import demo_model_path
 from staticllm.pipelines.engine.client import UserProcessors
 from staticllm.pipelines.engine.engine import Engine
@@ -115,7 +116,8 @@ class _Replies:
         if self._reply is None:
             return
         text = self._reply if isinstance(self._reply, str) else self._reply(self.tokenizer.decode(list(prompt)))
-        ids = self.tokenizer.encode(text, add_special_tokens=False).input_ids.data if text else ()
+        with encoding(f"{len(text)} characters"):
+            ids = self.tokenizer.encode(text, add_special_tokens=False).input_ids.data if text else ()
         answer = (*(int(token) for row in ids for token in row), self.end)
         with self._lock:
             self._answers[prompt] = answer

@@ -69,7 +69,7 @@ class DraftModel:
 
     def room(self, state: AnswerState) -> int:
         """Return how many tokens can be drafted after those of an answer."""
-        if not self.is_usable:
+        if not self.is_usable or not self._knows(state):
             return 0
         return max(0, self._runner.cache.num_slots - len(state.tokens))
 
@@ -133,7 +133,7 @@ class DraftModel:
         guesses = dict[int, _Guess]()
         for state, limit in wanted:
             sequence = self._aligned(state)
-            if limit > 0 and max(state.tokens) < self._vocab_size and self._make_room(state, limit, in_use):
+            if limit > 0 and self._knows(state) and self._make_room(state, limit, in_use):
                 guesses[state.id] = _Guess(state, sequence, limit, [])
         active = list(guesses.values())
         lines = self._first_logits(active)
@@ -141,6 +141,10 @@ class DraftModel:
             active = [guess for guess, line in zip(active, lines, strict=True) if _add(guess, line)]
             lines = self._step([Segment(g.sequence, np.array(g.tokens[-1:], np.int64)) for g in active])
         return [_draft_of(guesses.get(state.id)) for state, _ in wanted]
+
+    def _knows(self, state: AnswerState) -> bool:
+        """Return whether all tokens of an answer are in the draft model's vocabulary, which may be the smaller one."""
+        return state.vocab_size <= self._vocab_size or max(state.tokens) < self._vocab_size
 
     def _aligned(self, state: AnswerState) -> KVSequence:
         """Return the sequence of an answer without tokens that were rejected, and without the last one, which must run."""
@@ -187,7 +191,8 @@ class DraftModel:
 
 
 def _add(guess: _Guess, logits: Logits) -> bool:
-    """Add the most likely token of ``logits [vocab]`` to a draft. Return whether the draft goes on."""
+    """Add the most likely token of ``logits [vocab]`` that the model has to a draft. Return whether the draft goes on."""
+    logits = logits[: guess.state.vocab_size]
     token = int(logits.argmax())
     drafts = guess.state.drafts
     confidence = 0.0 if drafts is None else drafts.params.confidence

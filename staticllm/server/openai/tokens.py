@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
+from staticllm.errors import encoding
 from staticllm.pipelines.conversation.sandbox import MAX_CHARS
 from staticllm.pipelines.text.detokenizer import INCOMPLETE
 from staticllm.pipelines.text.input_processor import check_ids, encode_messages
@@ -88,7 +89,8 @@ def _encoded(model: ServedModel, body: TokenizeRequest, text: Any) -> list[int]:
     if not text:
         return []
     adds = body.prompt is not None if body.add_special is None else body.add_special
-    found: list[int] = tokenizer.encode(text, add_special_tokens=adds).input_ids.data[0].tolist()
+    with encoding(f"{len(text)} characters"):
+        found: list[int] = tokenizer.encode(text, add_special_tokens=adds).input_ids.data[0].tolist()
     return found
 
 

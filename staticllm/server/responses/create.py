@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from staticllm.errors import encoding
 from staticllm.pipelines.text.output_processor import RequestOutput
 from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Answers, Close, Part, Usage, respond
 from staticllm.server.answers.asks import AnswerFields, Ask, numbers_of, schema_of
@@ -187,7 +188,8 @@ class ResponseMaker:
         reasoning = message.reasoning_content if message is not None else ""
         num_reasoning = 0
         if reasoning:
-            encoded = self._model.chat.get_tokenizer().encode(reasoning, add_special_tokens=False)
+            with encoding(f"{len(reasoning)} characters"):
+                encoded = self._model.chat.get_tokenizer().encode(reasoning, add_special_tokens=False)
             num_reasoning = int(encoded.input_ids.get_size())
         return {
             "input_tokens": usage.prompt_tokens,

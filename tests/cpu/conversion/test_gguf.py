@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import openvino as ov
+import openvino_genai as genai
 import pytest
 from openvino import opset13 as ops
 from openvino.frontend import FrontEndManager
@@ -291,3 +292,59 @@ def test_a_full_disk_is_a_line(model_path, tmp_path):
     found = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert re.search(r"ModelError: the model cannot be written to .*: free space there", found.stderr.splitlines()[-1])
     assert not [each for each in (tmp_path / "cache" / "staticllm" / "converted").iterdir() if each.is_dir()]
+
+
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+WITH_TOOLS = "{% for t in tools %}{{ t.function.name }}!{% endfor %}" + PLAIN
+TOOLS = [{"type": "function", "function": {"name": "rain", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def write_with(monkeypatch, path, model, *, templates=(), pre="smollm", architecture="llama"):
+    """Write a file with chat templates by their names, and how it says that texts are split."""
+    add = gguf_files.add_vocabulary
+
+    def adding(writer, size):
+        add(writer, size)
+        if not pre:
+            del writer.kv_data[0]["tokenizer.ggml.pre"]
+        for name, text in dict(templates).items():
+            writer.add_string("tokenizer.chat_template" + name, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf_files, "add_vocabulary", adding)
+        return gguf_files.write(model, path, architecture, "Q8_0").path
+
+
+@pytest.mark.parametrize(
+    "templates",
+    [
+        {"": PLAIN, ".tool_use": WITH_TOOLS},
+        {".default": PLAIN, ".tool_use": WITH_TOOLS},
+        {"": PLAIN, ".rag": "r", ".tool_use": WITH_TOOLS},
+    ],
+)
+def test_the_chat_template_for_tools_is_taken_if_there_are_tools(templates, model_path, tmp_path, monkeypatch):
+    path = write_with(monkeypatch, tmp_path / "model.gguf", model_path("llama"), templates=templates)
+    pipeline = StaticLLMPipeline(path, "CPU", MAX_PROMPT_LEN=64, MIN_RESPONSE_LEN=32)
+    messages = [{"role": "user", "content": "abc"}]
+    for tools, text in (([], "abc"), (TOOLS, "rain!abc")):
+        history = genai.ChatHistory(messages)
+        history.set_tools(tools)
+        found = pipeline.generate(history, max_new_tokens=1)
+        wanted = pipeline.get_tokenizer().encode(text, add_special_tokens=False).input_ids.data[0]
+        assert found.perf_metrics.get_num_input_tokens() == len(wanted)
+
+
+def test_a_template_with_a_name_is_taken_if_there_is_no_other(model_path, tmp_path, monkeypatch):
+    path = write_with(monkeypatch, tmp_path / "model.gguf", model_path("llama"), templates={".tool_use": WITH_TOOLS})
+    folder = converted(path)
+    assert genai.Tokenizer(folder).chat_template == WITH_TOOLS
+    assert not (folder / "tokenizer_config.json").exists()
+
+
+def test_what_a_conversion_has_assumed_is_a_warning(model_path, tmp_path, monkeypatch):
+    path = write_with(monkeypatch, tmp_path / "model.gguf", model_path("qwen2"), pre=None, architecture="qwen2")
+    with pytest.warns(
+        RuntimeWarning, match=r"model.gguf' does not say how texts are split \(tokenizer.ggml.pre is missing"
+    ):
+        converted(path)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 
+import gguf
 import numpy as np
 import openvino_genai as genai
 import pytest
 from support.engine.engine_drafters import always_drafting
+from support.models import gguf_files
 
 import staticllm
 from staticllm import ConfigError, GenerationConfigError, StaticLLMPipeline
+from staticllm.pipelines.engine.speculation.draft_model import DraftModel
+from staticllm.pipelines.launch.draft_source import check_tokenizers
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -267,3 +272,96 @@ def test_impossible_draft_models_are_one_line_errors(zoo):
         StaticLLMPipeline(zoo / "llama", "CPU", draft_model=staticllm.draft_model(zoo / "nothing"))
     with pytest.raises(ConfigError, match="unknown property 'MAX_PROMT_LEN'"):
         StaticLLMPipeline(zoo / "llama", "CPU", draft_model=staticllm.draft_model(zoo / "llama", MAX_PROMT_LEN=3))
+
+
+MORE = 64
+"""The unused tokens that one of two models of a family has at its end, and the other has not."""
+
+
+def write_with_more(monkeypatch, path, model, num_more):
+    """Write a GGUF file with unused tokens at the end of its vocabulary, which are nearly always the most likely ones."""
+    add_tensor, add_size = gguf.GGUFWriter.add_tensor, gguf.GGUFWriter.add_vocab_size
+    add_vocabulary = gguf_files.add_vocabulary
+
+    def adding(writer, name, values, **more):
+        if name in ("token_embd.weight", "output.weight"):
+            rows = values.shape[0] // 2
+            values = np.concatenate([values, 1.02 * values[rows : rows + num_more]]).astype(values.dtype)
+        add_tensor(writer, name, values, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "add_tensor", adding)
+        patch.setattr(gguf.GGUFWriter, "add_vocab_size", lambda writer, size: add_size(writer, size + num_more))
+        patch.setattr(gguf_files, "add_vocabulary", lambda writer, size: add_vocabulary(writer, size + num_more))
+        return gguf_files.write(model, path, "llama", "F32").path
+
+
+@pytest.mark.parametrize("num_more,num_drafted", [(0, MORE), (MORE, 0), (MORE, 2 * MORE)])
+def test_a_draft_model_may_have_other_unused_tokens_at_its_end(
+    num_more, num_drafted, zoo, prompt_of, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    main = write_with_more(monkeypatch, tmp_path / "main.gguf", zoo / "llama", num_more)
+    draft = write_with_more(monkeypatch, tmp_path / "draft.gguf", zoo / "llama", num_drafted)
+    draft_model = staticllm.draft_model(draft, "CPU", **EXACT)
+    with (
+        StaticLLMPipeline(main, "CPU", **SIZES, **EXACT) as plain,
+        StaticLLMPipeline(main, "CPU", draft_model=draft_model, **SIZES, **EXACT) as drafted,
+    ):
+        prompts = [prompt_of(60), prompt_of(20, 1)]
+        last = len(plain.get_tokenizer().get_vocab()) - 1
+        prompts += [[*prompt, last, *prompt[:9]] for prompt in prompts]
+        proposed = []
+        propose = DraftModel.propose
+
+        def noting(self, wanted):
+            drafts = propose(self, wanted)
+            proposed.extend(token for draft in drafts for token in draft.tokens)
+            return drafts
+
+        monkeypatch.setattr(DraftModel, "propose", noting)
+        for options in (
+            {},
+            {"do_sample": True, "temperature": 1.0, "rng_seed": 3},
+            {"do_sample": True, "rng_seed": 4, "top_k": 5},
+        ):
+            alone = [plain.generate(np.array([p]), max_new_tokens=40, ignore_eos=True, **options) for p in prompts]
+            handles = [drafted.submit(np.array([p]), max_new_tokens=40, ignore_eos=True, **options) for p in prompts]
+            found = [handle.result() for handle in handles]
+            assert [each.tokens for each in found] == [each.tokens for each in alone]
+            if num_drafted < num_more:
+                assert not any(each.perf_metrics.get_num_draft_tokens() for each in found[2:])
+        assert proposed
+        assert max(proposed) <= last
+        model = drafted.engine._core.device.draft_planner.model
+        assert model.is_usable and not model._num_failures
+
+
+class Vocabulary:
+    def __init__(self, *texts):
+        self.texts = texts
+
+    def get_vocab(self):
+        return {text.encode(): place for place, text in enumerate(self.texts)}
+
+
+@pytest.mark.parametrize(
+    "mine,other,wrong",
+    [
+        (["a", "b", "[PAD2]"], ["a", "b"], None),
+        (["a", "b"], ["a", "b", "<unused7>", "c"], None),
+        (["a", "b", "[PAD2]"], ["a", "b", "<tool>"], None),
+        (["a", "b", "<|reserved_special_token_9|>"], ["a", "b", "<|eot|>"], None),
+        (["a", "b", "c"], ["a", "c"], "token 1 is b'c' there and b'b' here"),
+        (["a", "[1]"], ["a", "[2]"], "token 1 is"),
+        (["pad1", "b"], ["b", "pad1"], "token 0 is"),
+    ],
+)
+def test_tokenizers_are_compared_where_both_have_tokens_in_use(mine, other, wrong, tmp_path, monkeypatch):
+    (tmp_path / "openvino_tokenizer.xml").touch()
+    monkeypatch.setattr("staticllm.pipelines.launch.draft_source.read_tokenizer", lambda path: Vocabulary(*other))
+    if wrong is None:
+        check_tokenizers(Vocabulary(*mine), tmp_path)
+    else:
+        with pytest.raises(ConfigError, match=re.escape(wrong)):
+            check_tokenizers(Vocabulary(*mine), tmp_path)

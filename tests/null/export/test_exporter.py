@@ -225,3 +225,19 @@ def test_a_target_that_cannot_be_made_is_refused(tmp_path, source, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
     with pytest.raises(ConfigError, match="in use"):
         check_request(ExportRequest(str(source), tmp_path / "here"))
+
+
+def test_a_tokenizer_that_differs_is_named_and_the_model_is_written(tmp_path, source):
+    line = "'in 2024' is [1], [2] in tokenizer.json\n\x1b[2J"
+    work = (
+        writes()
+        .replace("{'done': {}}", f"{{'done': {{'tokenizer': {line!r}}}}}")
+        .replace('{"done": {}}', f'{{"done": {{"tokenizer": {line!r}}}}}')
+    )
+    done = export(ExportRequest(str(source), tmp_path / "out"), stub_python(tmp_path, work))
+    assert done.difference == "'in 2024' is [1], [2] in tokenizer.json??[2J"
+    assert (tmp_path / "out" / "openvino_model.xml").is_file()
+
+
+def test_a_tokenizer_that_does_not_differ_is_not_named(tmp_path, source):
+    assert not export(ExportRequest(str(source), tmp_path / "out"), stub_python(tmp_path, writes())).difference
