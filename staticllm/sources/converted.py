@@ -15,9 +15,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
+
+from filelock import Timeout
 
 from staticllm.children.answers import check
 from staticllm.children.child import Child, ChildLostError, last_words, python_command
@@ -28,6 +31,7 @@ from staticllm.sources.gguf_header import read_gguf_header
 from staticllm.system.cache_folder import user_cache
 from staticllm.system.file_lock import acquire
 from staticllm.system.files import open_regular, read_regular, whole_file
+from staticllm.system.long_calls import LOOK_SECONDS, attended, checkpoint, told
 from staticllm.wire.messages import Kind, Message
 
 FOLDER = "converted"
@@ -44,6 +48,8 @@ _DIGEST_CHARS = 32
 _NOTE_BYTES = 1 << 16
 _UNFINISHED = ".unfinished-"
 _OLD_SECONDS = 24 * 3600.0
+SECONDS_TO_HALF, SECONDS_PER_BYTE = 3.0, 10e-9
+"""What converting takes until it is shown as half done: something, and more for large files."""
 _SPARE_BYTES = 64 << 20
 """What a converted model has beside its weights: vocabulary and graph."""
 
@@ -63,20 +69,36 @@ def converted(path: Path, on_progress: OnProgress = lambda event: None) -> Path:
             os.utime(folder / digest)
             return folder / digest
         begin = time.monotonic()
-        on_progress(ProgressEvent(STAGE, 1, 1, 0.0, is_done=False))
+        event = ProgressEvent(STAGE, 1, 1, 0.0, is_done=False)
+        on_progress(event)
         header = read_gguf_header(path)
         check_architecture(header)
         num_bytes = max(tensor.offset + tensor.num_bytes for tensor in header.tensors)
         _check_room(path, folder, num_bytes)
-        digest = _digest_of(path, num_bytes)
-        with acquire(folder / f"{digest}.lock"):
-            if not _is_whole(folder / digest):
-                shutil.rmtree(folder / digest, ignore_errors=True)
-                _convert(path, folder / digest, note)
+        with told(on_progress, event, SECONDS_TO_HALF + num_bytes * SECONDS_PER_BYTE):
+            digest = _digest_of(path, num_bytes)
+            with _locked(folder / f"{digest}.lock"):
+                if not _is_whole(folder / digest):
+                    shutil.rmtree(folder / digest, ignore_errors=True)
+                    _convert(path, folder / digest, note)
         with whole_file(note) as file:
             file.write(f"{digest}\n{os.path.abspath(path)}".encode("utf-8", "surrogateescape"))  # noqa: PTH100 - links are not followed
         on_progress(ProgressEvent(STAGE, 1, 1, time.monotonic() - begin))
     return folder / digest
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file; what another process converts meanwhile may take long."""
+    while True:
+        checkpoint()
+        try:
+            lease = acquire(path, LOOK_SECONDS)
+        except Timeout:
+            continue
+        with lease:
+            yield
+        return
 
 
 @contextmanager
@@ -171,6 +193,7 @@ def _digest_of(path: Path, num_bytes: int) -> str:
         while data := file.read(min(_CHUNK, num_bytes)):
             found.update(data)
             num_bytes -= len(data)
+            checkpoint()
     return found.hexdigest()[:_DIGEST_CHARS]
 
 
@@ -233,7 +256,8 @@ def _run_child(path: Path, scratch: Path) -> None:
     body = {"path": str(path.absolute()), "target": str(scratch.absolute())}
     try:
         with Child(python_command(CHILD), has_pipes=True, errors=errors) as child:
-            check(child.ask(Message(Kind.MODEL, body=body), MAX_SECONDS))
+            ask = partial(child.ask, Message(Kind.MODEL, body=body), MAX_SECONDS)
+            check(attended(ask, on_leave=child.kill_all))
     except TimeoutError:
         raise ModelError(
             f"{str(path)!r} was not converted in {MAX_SECONDS:g} s: convert it on a faster machine"
