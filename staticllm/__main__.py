@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from types import FrameType
 
 
@@ -16,14 +15,7 @@ def main() -> None:
     from staticllm.cli import main as run
 
     signal.signal(signal.SIGINT, before)
-    try:
-        run()
-    except SystemExit as end:
-        if "openvino" not in sys.modules:
-            raise
-        from staticllm.system.long_calls import exit_process
-
-        exit_process(end.code)
+    run()
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -55,7 +55,6 @@ PACKAGES = (
     "safetensors",
     "tqdm",
     "prompt_toolkit",
-    "llguidance",
 )
 LITTLE_MEMORY, LITTLE_DISK = 2 << 30, 5 << 30
 SELF_TEST = tuple(range(20, 36))
