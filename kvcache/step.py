@@ -94,8 +94,8 @@ class StepBuffers:
     ``logits [1, R, vocab]`` f32, ``presents``: per group of states ``[n, heads, S, head_dim]``. ``adapter_scales
     [1, S, adapters]`` f32, and ``adapters``: port → the matrices of adapters, the same for all variants. ``cross_mask
     [1, 1, S, frames]`` f32, with cross-attention: of ``num_sources`` places for sources, which are all places if
-    ``sees_all_sources``. ``rope_factors [1, S]`` int32, if the model has several sets of them, else None. ``key_positions [1, 1, 1, T+S]`` and ``query_positions [1, 1, S, 1]`` int32, if the model takes them,
-    else None.
+    ``sees_all_sources``. ``rope_factors [1, S]``, ``key_positions [1, 1, 1, T+S]`` and ``query_positions [1, 1, S, 1]`` int32, if
+    the model takes them, else None.
     """
 
     def __init__(self, variant: Variant, pool: BufferPool) -> None:

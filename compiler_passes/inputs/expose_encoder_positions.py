@@ -207,8 +207,8 @@ def _check_table(graph: EncoderGraph, place: Place, value: Value) -> None:
     node = place.port.get_node()
     raise UnsupportedModelError(
         STAGE,
-        f"{node.get_type_name()} {node.get_friendly_name()!r} reads other positions in texts of more than {low} tokens: load with "
-        f"max_length of at most {low} (here {graph.num_rows})",
+        f"{node.get_type_name()} {node.get_friendly_name()!r} reads other positions in texts of more than {low} tokens: load "
+        f"with max_length of at most {low} (here {graph.num_rows})",
     )
 
 

@@ -1,16 +1,16 @@
-"""Lets each row of a call choose the RoPE factors of its own sequence, where the graph chooses them by the call's largest position.
+"""Lets each row of a call choose the RoPE factors of its own sequence, where a graph chooses them by the call's largest position.
 
 LongRoPE (arXiv 2402.13753) has short factors for texts up to a length and long ones for longer texts. An exported graph takes the
 largest of ``position_ids`` for that length, which is right if one call has a whole text. Calls of step programs have chunks of
-texts, and rows of several. So the graph is *evaluated* at many lengths: where the values change that it computes of positions, the
-factors change. The program computes with each set of factors, and the input ``rope_factors [1, S]`` says which of them a row takes.
-Keys of different factors are different numbers (``Conditions``).
+texts, and rows of several. So the graph is *evaluated* at many lengths: where the values that it computes of positions change,
+the factors change. The program computes with each set of factors, and the input ``rope_factors [1, S]`` says for each row which
+one it takes. Keys of different factors are different numbers (``Conditions``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import openvino as ov
@@ -64,14 +64,16 @@ def expose_factors(graph: StepGraph, max_len: int) -> None:
     if len(limits) >= MAX_FACTORS:
         raise UnsupportedModelError(
             STAGE,
-            f"above {limits[0]} tokens the RoPE factors change with every token, so that all keys would be computed anew for each: "
+            f"above {limits[0]} tokens the RoPE factors change with every token, so all keys would be computed anew for each: "
             f"load with MAX_PROMPT_LEN + MIN_RESPONSE_LEN of at most {limits[0]} (here {max_len})",
         )
     graph.rope_limits = tuple(limits)
     _select(graph, reaches, joins, [lengths.reach_of(length) for length in (*limits, max_len)])
     graph.model.validate_nodes_and_infer_types()
     bounds = ", ".join(map(str, limits))
-    graph.note(STAGE, f"other RoPE factors above {bounds} tokens" if limits else f"the same factors up to {max_len} tokens")
+    graph.note(
+        STAGE, f"other RoPE factors above {bounds} tokens" if limits else f"the same factors up to {max_len} tokens"
+    )
 
 
 def _reaches(model: ov.Model, parameter: ov.Node) -> list[int]:
@@ -129,7 +131,8 @@ def _check_join(node: ov.Node, axes: list[int]) -> None:
         seen.add(current.get_instance_id())
         if current.get_type_name() == "Parameter" and POSITION_IDS not in current.output(0).get_names():
             raise UnsupportedModelError(
-                STAGE, f"{name} combines the largest position of a call with {current.get_friendly_name()!r}, not positions alone"
+                STAGE,
+                f"{name} combines the largest position of a call with {current.get_friendly_name()!r}, not positions alone",
             )
         stack += [value.get_node() for value in current.input_values()]
 
@@ -219,12 +222,12 @@ def _limits(lengths: _Lengths, max_len: int) -> list[int]:
     limits: list[int] = []
     checked: list[int] = np.unique(np.linspace(min(2, max_len), max_len, NUM_LENGTHS, dtype=int)).tolist()
     known = {length: lengths.at(length) for length in checked}
-    for shorter, longer in zip(checked, checked[1:], strict=False):
-        while len(limits) < MAX_FACTORS and _differ(known[shorter], known[longer], shorter):
-            limit = _last_equal(lengths, known[shorter], shorter, longer)
-            limits.append(limit)
-            shorter = limit + 1
-            known[shorter] = lengths.at(shorter)
+    for begin, end in pairwise(checked):
+        start = begin
+        while len(limits) < MAX_FACTORS and _differ(known[start], known[end], start):
+            limits.append(_last_equal(lengths, known[start], start, end))
+            start = limits[-1] + 1
+            known[start] = lengths.at(start)
     return limits
 
 
@@ -242,7 +245,7 @@ def _last_equal(lengths: _Lengths, values: Values, shorter: int, longer: int) ->
 
 
 def _differ(values: Values, others: Values, shorter: int) -> bool:
-    """Return whether two texts, of which one has ``shorter`` tokens and the other more, have other values at a common position."""
+    """Return whether texts of ``shorter`` and of more tokens have other values at a position that both have."""
     count = int(np.searchsorted(PLACES, shorter))
     return any(not np.array_equal(one[:count], other[:count]) for one, other in zip(values, others, strict=True))
 

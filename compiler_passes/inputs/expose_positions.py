@@ -78,9 +78,7 @@ def _redirect_positions(graph: StepGraph, nodes: list[ov.Node], max_len: int) ->
     varying = {node.get_instance_id() for node in nodes}
     leading = {node.get_instance_id() for node in upstream(nodes)}
     found = [
-        output
-        for output in _computed_positions(graph.model, max_len)
-        if output.get_node().get_instance_id() in leading
+        output for output in _computed_positions(graph.model, max_len) if output.get_node().get_instance_id() in leading
     ]
     for output in found:
         position_ids = graph.parameter(POSITION_IDS) or graph.add_parameter(

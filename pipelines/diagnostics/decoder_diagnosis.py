@@ -158,7 +158,10 @@ class DecoderDiagnosis(Diagnosis[ProgramKind[Variant, ModelShape, ModelRunner]])
         plan = job.kind.plan(_exact(job, modes[0], self.chunks[0], job.config.max_seq_len))
         assert isinstance(plan, DecoderPlan), "it is a decoder's"
         limits = plan.lowered.shape.rope_limits
-        lengths = (*GREEDY_PROMPTS, *(max(1, limit - NUM_NEW // 2) for limit in limits))  # the answers to these cross a limit
+        lengths = (
+            *GREEDY_PROMPTS,
+            *(max(1, limit - NUM_NEW // 2) for limit in limits),
+        )  # the answers to these cross a limit
         reference = StatefulReference(job.directory, rope_limits=limits)
         prompts = {length: _tokens(length) for length in lengths}
         text = _tokens(STEPS)

@@ -55,6 +55,7 @@ PACKAGES = (
     "safetensors",
     "tqdm",
     "prompt_toolkit",
+    "llguidance",
 )
 LITTLE_MEMORY, LITTLE_DISK = 2 << 30, 5 << 30
 SELF_TEST = tuple(range(20, 36))

@@ -182,7 +182,11 @@ class DecoderReport(ModelReport):
             size = f"{states.bytes_a_sequence / 1024:.1f} KiB per sequence"
             return [("recurrent", f"{states.num_states} states, {size}; one sequence per call, no idle rows")]
         limits = ", ".join(map(str, self.rope_limits))
-        return [("RoPE", f"other factors above {limits} tokens: a text that exceeds them is computed anew")] if limits else []
+        return (
+            [("RoPE", f"other factors above {limits} tokens: a text that exceeds them is computed anew")]
+            if limits
+            else []
+        )
 
     def _sizes(self) -> list[tuple[str, str]]:
         """Return one row for all sizes with the same KV lengths: the rows, and "x sequences" if several share them."""

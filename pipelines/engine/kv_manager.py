@@ -325,7 +325,9 @@ class KVCacheManager:
         rotations = self._rotations()
         sequence = state.kv.sequence
         count = len(state.tokens) - len(kept)
-        if rotations is None or sequence is None or self.cache.rope_limits:  # keys are turned by the factors of short texts
+        if (
+            rotations is None or sequence is None or self.cache.rope_limits
+        ):  # keys are turned by the factors of short texts
             return False
         start = min(SINKS, len(kept) // 2)
         needed = len(sequence) - start - count - self.cache.slots.count_own(sequence.slots[start:])

@@ -17,7 +17,6 @@ import numpy as np
 from staticllm.errors import ModelError, shown
 from staticllm.sources.gguf_header import GGUFHeader, kinds_of
 from staticllm.sources.gguf_tensors import (
-    ROTATION_TENSORS,
     LayerTensors,
     head_size,
     num_heads,

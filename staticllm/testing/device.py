@@ -2,8 +2,8 @@
 
 The fake model's next token is a checksum over all (position, token) pairs that the mask lets the last row see. Slots in the
 arena hold exactly these pairs, so a wrong slot, a wrong mask cell, or a lost or doubled commit changes the answer. A token
-that was computed with other adapters or other RoPE factors is another token (``adapted_tokens``). A recurrent fake model folds all tokens of a call,
-including those of idle rows, into a state in their order.
+that was computed with other adapters or other RoPE factors is another token (``adapted_tokens``). A recurrent fake model folds
+all tokens of a call, including those of idle rows, into a state in their order.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ def test_json_of_inspect_has_the_fields_of_the_report():
     content = json.loads(printed)
     assert set(content) == {
         "model", "kind", "device", "programs", "settings", "weights_bytes", "vocab_size", "num_states", "states", "recurrent",
-        "num_programs", "is_packable", "rope_limits", "layers", "masks", "kv", "buffers_bytes", "passes", "max_num_seqs", "variants",
+        "num_programs", "is_packable", "rope_limits", "layers", "masks", "kv", "buffers_bytes", "passes", "max_num_seqs",
+        "variants",
     }  # fmt: skip
     assert content["kv"] == {
         "type": report.kv.type,

@@ -101,7 +101,7 @@ def test_outputs_are_read_while_a_send_waits(peer):
     connection = EngineConnection(peer, 1, lambda: None)
     queue = accepted(connection, peer)
     large, results = run(lambda: connection.ask(Message(Kind.STATS, body={"of": "x" * (MAX_FRAME // 2)})))
-    ended = {"reason": "stop", "error": None, "index": 0}
+    ended = {"reason": "stop", "error": None, "index": 0, "is_found": True}
     peer.channel.send(Message(Kind.OUTPUT, number=5, body={"outputs": [ended]}))  # nobody has read the large message
     assert queue.get(SECONDS) == Finished(FinishReason.STOP)
     peer.answer()
@@ -231,7 +231,7 @@ def test_a_request_that_is_forgotten_while_its_outputs_are_read_harms_no_other(p
     peer.answer()
     thread.join(SECONDS)
     token = {"id": 7, "logprob": 0.0, "time": 0.0, "sampling_seconds": 0.0}
-    ended = {"reason": "stop", "error": None, "index": 0}
+    ended = {"reason": "stop", "error": None, "index": 0, "is_found": True}
     peer.channel.send(Message(Kind.OUTPUT, number=5, flags=LAST, body={"outputs": [token, ended]}))
     thread, results = run(lambda: connection.ask(Message(Kind.STATS)))
     peer.answer()

@@ -43,7 +43,9 @@ def prompt_feeds(model, tokens, factors):
     return {name: known.get(name, np.zeros(port.get_shape(), np.float32)) for port, name in names}
 
 
-@pytest.mark.parametrize("passes", [DECODER, DECODER_NPU.without(PLATFORM_SCALES), DECODER_NPU_WIDE.without(PLATFORM_SCALES)])
+@pytest.mark.parametrize(
+    "passes", [DECODER, DECODER_NPU.without(PLATFORM_SCALES), DECODER_NPU_WIDE.without(PLATFORM_SCALES)]
+)
 @pytest.mark.parametrize(("length", "factors"), [(40, 0), (41, 1), (70, 1), (71, 2)])
 def test_programs_of_each_set_of_factors_compute_what_one_call_computes(length, factors, passes, longrope, prompt_of):
     lowered = lower(read(longrope), LoweringOptions(128), passes)
@@ -62,7 +64,9 @@ def angles_of(rank, reduce_axes, keep_dims, choose):
     positions = ops.parameter([*[1] * (rank - 1), -1] if rank < 3 else [3, 1, -1], ov.Type.i64)
     positions.output(0).set_names({POSITION_IDS})
     largest = ops.reduce_max(positions, np.array(reduce_axes), keep_dims)
-    scalar = ops.reshape(ops.reduce_max(largest, np.arange(rank if keep_dims else rank - len(reduce_axes)), False), [1], False)
+    scalar = ops.reshape(
+        ops.reduce_max(largest, np.arange(rank if keep_dims else rank - len(reduce_axes)), False), [1], False
+    )
     flat = ops.reshape(ops.gather(positions, np.int64(0), np.int64(0)) if rank == 3 else positions, [-1], False)
     angles = ops.multiply(ops.convert(flat, "f32"), choose(ops.convert(scalar, "f32")))
     result = ops.result(ops.unsqueeze(ops.sin(angles), np.int64(0)))
@@ -84,7 +88,9 @@ def test_every_limit_is_found(limit):
     assert limits_of(angles_of(2, [0, 1], False, choose), limit) == ()
 
 
-@pytest.mark.parametrize(("rank", "axes", "keep_dims"), [(2, [1], False), (2, [1], True), (3, [0, 1, 2], False), (3, [2], True)])
+@pytest.mark.parametrize(
+    ("rank", "axes", "keep_dims"), [(2, [1], False), (2, [1], True), (3, [0, 1, 2], False), (3, [2], True)]
+)
 def test_the_largest_position_may_be_reduced_in_any_way(rank, axes, keep_dims):
     def choose(largest):
         return ops.select(ops.greater(largest, np.float32(19)), np.float32(0.5), np.float32(1.0))
@@ -123,7 +129,7 @@ def test_a_length_that_changes_other_data_than_positions_is_refused(zoo):
     largest = ops.convert(ops.reduce_max(positions, np.array([0, 1]), False), "f32")
     head = next(node for node in reversed(model.get_ordered_ops()) if node.get_type_name() == "MatMul")
     head.input(0).replace_source_output(ops.multiply(head.input_value(0), ops.add(largest, np.float32(1))).output(0))
-    with pytest.raises(UnsupportedModelError, match="expose_factors: Multiply .* not positions alone"):
+    with pytest.raises(UnsupportedModelError, match=r"expose_factors: Multiply .* not positions alone"):
         lower(model, LoweringOptions(128))
 
 

@@ -126,6 +126,7 @@ CASES = {
     "logits_processor": Case(Reverse()),
     "tools": Case([TOOL]),
     "tool_choice": Case("required", {"tools": [TOOL], "max_new_tokens": 60}),
+    "parallel_tool_calls": Case(False, {"tools": [TOOL], "tool_choice": "required", "max_new_tokens": 60}, seen="request"),
     "parse_tools": Case(True),
     "extra_context": Case({"mood": "sad"}, pipe="moody", seen="request"),
     "best_of": Case(4, DRAWN),

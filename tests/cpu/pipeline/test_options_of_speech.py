@@ -145,6 +145,7 @@ REFUSED = {
     "pruning_ratio": 50, "relevance_weight": 0.1, "return_omni_outputs": True, "tree_depth": 3,
     "structured_output_config": genai.StructuredOutputConfig(regex="a+"), "alignment_heads": [(0, 1)],
     "finish_grammar": 0, "tools": [{"name": "a"}], "tool_choice": "required", "parse_tools": True,
+    "parallel_tool_calls": False,
     "extra_context": {"a": 1}, "best_of": 2, "json_schema": {"type": "object"}, "regex": "a+", "choice": ["a"],
     "grammar": "root ::= \"a\"",
 }  # fmt: skip

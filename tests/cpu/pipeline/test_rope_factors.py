@@ -1,4 +1,4 @@
-"""Tests models whose RoPE factors depend on the length of a text: each token is that of the original in one call over the text so far.
+"""Tests models whose RoPE factors depend on the length of a text: a token is that of the original in one call over all before it.
 
 Such models are made of others of the zoo, and one is an export of Phi-3 with LongRoPE. Prompts and answers lie around the limits,
 are cut into chunks in every way, go on with cached keys, and share calls with others.
@@ -108,7 +108,9 @@ def check_conversations(pipe, reference, limits, prompt_of, around=AROUND):
         second = [*prompt, *first, *prompt_of(5, seed=9)]
         assert tokens_of(pipe, second, 5).tokens[0] == reference.greedy(second, 5), f"{length} tokens, second turn"
         shorter = prompt[: length - 11]
-        assert tokens_of(pipe, shorter, 3).tokens[0] == reference.greedy(shorter, 3), f"{length - 11} tokens, after more"
+        assert tokens_of(pipe, shorter, 3).tokens[0] == reference.greedy(shorter, 3), (
+            f"{length - 11} tokens, after more"
+        )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +128,9 @@ def test_tokens_are_those_of_one_call(name, setting, open_pipe, prompt_of, in_fu
     check_conversations(pipe, reference, limits, prompt_of, AROUND if in_full else (-5, 0, 2))
 
 
-@pytest.mark.parametrize("setting", ["shared", *(pytest.param(each, marks=SLOW) for each in ("blocks", "rows 8 and 32"))])
+@pytest.mark.parametrize(
+    "setting", ["shared", *(pytest.param(each, marks=SLOW) for each in ("blocks", "rows 8 and 32"))]
+)
 def test_short_and_long_texts_share_calls(setting, open_pipe, prompt_of):
     pipe, reference, _ = open_pipe("llama", **SETTINGS[setting])
     lengths = (20, 33, 38, 40, 41, 66, 70, 90)
@@ -220,7 +224,9 @@ def test_compiled_programs_are_kept_with_their_limits(open_pipe, prompt_of, tmp_
 
 def test_factors_of_every_length_are_refused_beyond_the_first_limit(zoo, tmp_path, prompt_of):
     path = make_longrope(zoo / "llama", tmp_path / "growing", growing(64))
-    with pytest.raises(UnsupportedModelError, match="above 64 tokens the RoPE factors change with every token") as refused:
+    with pytest.raises(
+        UnsupportedModelError, match="above 64 tokens the RoPE factors change with every token"
+    ) as refused:
         StaticLLMPipeline(path, "CPU", **EXACT, MAX_PROMPT_LEN=60, MIN_RESPONSE_LEN=20)
     assert "\n" not in str(refused.value)
     assert "MAX_PROMPT_LEN + MIN_RESPONSE_LEN of at most 64 (here 80)" in str(refused.value)

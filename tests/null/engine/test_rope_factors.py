@@ -1,4 +1,4 @@
-"""Tests models whose RoPE factors depend on the length of a text, on the fake device: each answer is that of one call over its text.
+"""Tests models whose RoPE factors depend on the length of a text, on the fake device: answers are those of one call over all.
 
 A token of the fake model that was computed with other factors is another token, so every key of the wrong length shows.
 """

@@ -192,7 +192,10 @@ def test_a_full_disk_is_said_before_anything_is_written(tmp_path, source, monkey
         ),
         ({"adapter_config__json": "[1]", "adapter_model__safetensors": ""}, "export the model that it was made for, "),
         ({"config__json": {"vision_config": {}}, "model__safetensors": ""}, "VLMPipeline"),
-        ({"config__json": {"num_mel_bins": 80}, "model__safetensors": ""}, "WhisperPipeline"),
+        (
+            {"config__json": {"num_mel_bins": 80}, "model__safetensors": ""},
+            "--task automatic-speech-recognition-with-past",
+        ),
         ({"config__json": {"architectures": ["SoundForCTC"]}, "model__safetensors": ""}, "no language model, embedder"),
         ({"model__safetensors": "version https://git-lfs"}, "lfs pull"),
         ({}, "is empty"),

@@ -41,7 +41,9 @@ def growing(limit: int) -> Factor:
     return factor
 
 
-def make_longrope(source: Path, target: Path, factor: Factor, scale: Callable[[ov.Node], ov.Node] | None = None) -> Path:
+def make_longrope(
+    source: Path, target: Path, factor: Factor, scale: Callable[[ov.Node], ov.Node] | None = None
+) -> Path:
     """Write a copy of a model directory with other inverse frequencies; ``scale``: what sine and cosine are multiplied with."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("openvino_model.*"))
     model = get_core().read_model(source / "openvino_model.xml")
@@ -81,7 +83,8 @@ def _replace_frequencies(node: ov.Node, factor: Factor, length: ov.Node) -> None
         shape = port.get_partial_shape()
         sizes = [size.get_length() for size in shape if size.is_static and size.get_length() > 1]
         if len(sizes) == 1 and port.get_source_output().get_element_type() == ov.Type.f32:
-            factors = ops.reshape(factor(length, sizes[0]), [-1 if s.is_static and s.get_length() > 1 else 1 for s in shape], False)
+            own = [-1 if size.is_static and size.get_length() > 1 else 1 for size in shape]
+            factors = ops.reshape(factor(length, sizes[0]), own, False)
             port.replace_source_output(ops.multiply(port.get_source_output(), factors).output(0))
             return
     raise AssertionError(f"{node.get_friendly_name()} has no inverse frequencies")
