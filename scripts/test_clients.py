@@ -21,6 +21,7 @@ TESTS = (
     "test_conformance.py",
     "test_telemetry.py",
     "test_page.py",
+    "test_page_documents.py",
     "test_page_markdown.py",
     "test_ray_app.py",
 )

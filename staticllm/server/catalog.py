@@ -9,7 +9,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -251,7 +252,10 @@ def model_list(state: ServerState) -> dict[str, Any]:
 
 
 def describe(state: ServerState, model: ServedModel) -> dict[str, Any]:
-    """Return one model. ``status`` is ``loaded``, ``loading`` or ``unloaded``; ``max_model_len`` is known while it is loaded."""
+    """Return one model. ``status`` is ``loaded``, ``loading`` or ``unloaded``; ``max_model_len`` is known while it is loaded.
+
+    ``reads_files``: whether a speech model can be sent recordings, which other packages read.
+    """
     described: dict[str, Any] = {
         "id": model.spec.name,
         "object": "model",
@@ -262,7 +266,17 @@ def describe(state: ServerState, model: ServedModel) -> dict[str, Any]:
     }
     if model.pipeline is not None and model.spec.kind == "chat":
         described["max_model_len"] = model.chat.config.max_seq_len
+    if model.spec.kind == "speech":
+        described["reads_files"] = can_read_files()
     return described
+
+
+@cache
+def can_read_files() -> bool:
+    """Return whether the packages are there with which recordings arrive and are read."""
+    return all(find_spec(name) is not None for name in ("python_multipart", "soxr")) and any(
+        find_spec(name) is not None for name in ("soundfile", "av")
+    )
 
 
 def lm_studio_list(state: ServerState) -> dict[str, Any]:

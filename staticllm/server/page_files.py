@@ -16,8 +16,8 @@ from staticllm.server.state import ServerState
 FOLDER = "/page/"
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _FILES = (
-    "page.css", "page.js", "chat.js", "conversations.js", "dictation.js", "dom.js", "markdown.js", "markdown-it.js",
-    "scheduler.js", "server.js",
+    "page.css", "page.js", "chat.js", "conversations.js", "dictation.js", "documents.js", "dom.js", "markdown.js",
+    "markdown-it.js", "scheduler.js", "server.js",
 )  # fmt: skip
 """The scripts are modules with one task each, so that what shows hostile text (``markdown.js``) can be read and tested alone."""
 ASSETS = {"/": "index.html", **{FOLDER + name: name for name in _FILES}}

@@ -76,7 +76,10 @@ async def tokenize(call: ApiCall, body: TokenizeRequest) -> Response:
             await call.state.workers.run(partial(_shown, ids[start : start + SLICE], pieces))
             for start in range(0, len(ids), SLICE)
         ]
-        rest = to_json({"count": len(ids), "max_model_len": model.chat.config.max_seq_len})
+        config = model.chat.config
+        rest = to_json(
+            {"count": len(ids), "max_model_len": config.max_seq_len, "max_prompt_len": config.max_prompt_len}
+        )
         return Response(f'{{"tokens":[{",".join(parts)}],{rest[1:]}', media_type="application/json")
 
     return await _on_model(call, body.model, answer)

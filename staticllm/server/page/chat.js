@@ -3,10 +3,11 @@
 import { announce, byId, copyText, el, icon, iconButton, setText } from "./dom.js";
 import { newMessage, SETTINGS } from "./conversations.js";
 import { showMarkdown } from "./markdown.js";
-import { getJson, ServerError, streamChat } from "./server.js";
+import { countTokens, getJson, ServerError, streamChat } from "./server.js";
 
 const RENDER_MS = 50; // between two renderings of an answer that is streamed
 const LOADING_MS = 1000;
+const COUNT_MS = 400; // after the last key, the prompt is counted
 const EXAMPLES = ["What is an NPU?", "Explain prefill and decode in two sentences.", "Tell me a story about a lighthouse."];
 
 /** An answer that is being streamed. It goes on while another conversation is shown. */
@@ -16,18 +17,28 @@ class Run {
     this.message = message;
     this.onUpdate = onUpdate;
     this.controller = new AbortController();
-    this.hint = "";
+    this.hint = null;
   }
 
-  async start(body) {
+  /** Answer. `prepare(signal, onHint)` resolves to the body of the request. */
+  async start(prepare) {
     const { message } = this;
     const begin = performance.now();
     this.loading = setInterval(() => this.lookAtLoading(), LOADING_MS);
+    const onHint = (text, done = 0, total = 0) => {
+      this.hint = { text, done, total };
+      this.onUpdate(this);
+    };
     let first = 0;
     let last = 0;
     let num = 0;
     let rate = null; // as the server has measured it
     const onChunk = (chunk) => {
+      const read = chunk.prompt_progress;
+      if (read) {
+        clearInterval(this.loading);
+        onHint("Reading the prompt, tokens", read.processed, read.total);
+      }
       const choice = chunk.choices?.[0];
       const delta = choice?.delta ?? {};
       if (delta.content || delta.reasoning_content) {
@@ -48,15 +59,17 @@ class Run {
       this.onUpdate(this);
     };
     try {
-      await streamChat(body, { signal: this.controller.signal, onChunk });
+      const { signal } = this.controller;
+      await streamChat(await prepare(signal, onHint), { signal, onChunk });
       message.state = "done";
     } catch (error) {
       if (error.name === "AbortError") message.state = "stopped";
       else {
         message.state = "error";
-        message.error = error instanceof ServerError ? error.message : "The page failed to read the answer.";
+        const isKnown = error instanceof ServerError;
+        message.error = isKnown ? error.message : "The page failed to read the answer.";
         message.code = error.code;
-        if (!(error instanceof ServerError)) console.error(error);
+        if (!isKnown) console.error(error);
       }
     } finally {
       this.stopLooking();
@@ -69,7 +82,7 @@ class Run {
 
   stopLooking() {
     clearInterval(this.loading);
-    this.hint = "";
+    this.hint = null;
   }
 
   /** While nothing comes, say whether the model is being loaded. */
@@ -77,7 +90,8 @@ class Run {
     try {
       const { loading } = await getJson("health", { anyStatus: true, signal: this.controller.signal });
       const found = loading?.find((each) => each.model === this.conversation.model);
-      this.hint = found ? `Loading ${found.model}${found.total ? `: ${found.stage}, ${found.index} of ${found.total}` : ""}` : "";
+      if (found) this.hint = { text: `Loading ${found.model}${found.stage ? `: ${found.stage},` : ""}`, done: found.index ?? 0, total: found.total ?? 0, unit: ` of ${found.total}` };
+      else if (this.hint?.unit) this.hint = null;
       this.onUpdate(this);
     } catch {
       // the stream tells what is wrong
@@ -110,7 +124,10 @@ export class Chat {
     addEventListener("beforeunload", () => {
       for (const run of this.runs.values()) run.stop(); // else their connections would be lost, which is an error
     });
-    this.input.addEventListener("input", () => this.fitInput());
+    this.input.addEventListener("input", () => {
+      this.fitInput();
+      this.countSoon();
+    });
     this.input.addEventListener("keydown", (event) => {
       if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
       event.preventDefault();
@@ -152,6 +169,7 @@ export class Chat {
     if (!text || this.isRunning(this.conversation)) return;
     this.input.value = "";
     this.fitInput();
+    this.countSoon();
     this.send(text);
   }
 
@@ -173,8 +191,9 @@ export class Chat {
 
   /** Answer a conversation whose last message is the user's. */
   async answer(conversation) {
-    const body = requestOf(conversation);
+    const question = conversation.messages.at(-1);
     const message = newMessage("assistant", "", "streaming");
+    const prepare = (signal, onHint) => this.prepare(conversation, question, message, signal, onHint);
     conversation.messages.push(message);
     conversation.updated = Date.now();
     const run = new Run(conversation, message, (changed) => this.update(changed));
@@ -184,9 +203,62 @@ export class Chat {
     this.refresh();
     this.follow();
     announce("The model is answering.");
-    await run.start(body);
+    await run.start(prepare);
     this.runs.delete(conversation.id);
     this.end(run);
+  }
+
+  /** Return the body of a request for a question, with what its documents say about it. */
+  async prepare(conversation, question, message, signal, onHint) {
+    const { model } = conversation;
+    const before = conversation.messages.slice(0, conversation.messages.indexOf(message));
+    const body = () => requestOf({ ...conversation, messages: before });
+    question.context = "";
+    question.sources = [];
+    if (conversation.documents?.length) {
+      const fits = async (context) => {
+        question.context = context;
+        const { count, max_prompt_len: most } = await countTokens({ ...(model && { model }), messages: body().messages }, signal);
+        return count <= most;
+      };
+      const { max_prompt_len: limit } = await countTokens({ ...(model && { model }), content: "" }, signal);
+      const found = await this.hooks.passagesFor(conversation, question.content, { model, limit, fits, signal, onHint });
+      Object.assign(question, found);
+      onHint("Waiting for the first token");
+      this.views.get(question.id)?.showUser();
+    }
+    return body();
+  }
+
+  /** Count the prompt when nobody has typed for a moment. */
+  countSoon() {
+    clearTimeout(this.counting);
+    this.counting = setTimeout(() => this.count(), COUNT_MS);
+  }
+
+  /** Show how many tokens the prompt would have, if the model is loaded: counting must not load one. */
+  async count() {
+    const { conversation } = this;
+    const text = this.input.value.trim();
+    const node = byId("count");
+    const isKnown = text && this.hooks.isLoaded(conversation.model);
+    if (!isKnown) return this.showCount(node, "", false);
+    const messages = [...conversation.messages, newMessage("user", text)];
+    try {
+      const { count, max_prompt_len: most } = await countTokens({ model: conversation.model, messages: requestOf({ ...conversation, messages }).messages });
+      if (this.conversation !== conversation || this.input.value.trim() !== text) return; // it was typed on
+      const isLong = count > most;
+      this.showCount(node, isLong ? `Too long: ${count} tokens, the model reads ${most} at once` : `${count} of ${most} tokens`, isLong);
+    } catch {
+      this.showCount(node, "", false); // sending tells what is wrong
+    }
+  }
+
+  showCount(node, text, isLong) {
+    setText(node, text);
+    node.classList.toggle("is-long", isLong);
+    if (isLong && !this.wasLong) announce(text);
+    this.wasLong = isLong;
   }
 
   /** Show what has come, at most every RENDER_MS. */
@@ -218,6 +290,7 @@ export class Chat {
     const where = isShown ? "" : `In “${conversation.title}”: `;
     const said = { done: `Answer: ${message.content.slice(0, 1500)}`, stopped: "The answer was stopped.", error: `Error: ${message.error}` };
     announce(where + said[message.state]);
+    if (message.state === "done") this.hooks.answered(conversation.model);
     if (message.code === "invalid_api_key" && isShown) this.hooks.needsKey();
   }
 
@@ -273,12 +346,15 @@ export class Chat {
 /** Return the body of a request. Users' messages without an answer between them become one: templates ask for turns. */
 function requestOf({ model, settings, messages }) {
   const turns = settings.system.trim() ? [{ role: "system", content: settings.system.trim() }] : [];
-  for (const { role, content } of messages) {
+  const last = messages.findLast(({ role }) => role === "user"); // passages go before the newest question only
+  for (const message of messages) {
+    const { role } = message;
+    const content = message === last && message.context ? message.context + message.content : message.content;
     if (role === "user" && turns.at(-1)?.role === "user") turns.at(-1).content += `\n\n${content}`;
     else if (content) turns.push({ role, content });
   }
   const sampling = Object.fromEntries(Object.keys(SETTINGS).filter((name) => name in settings).map((name) => [name, settings[name]]));
-  return { ...(model && { model }), messages: turns, stream: true, stream_options: { include_usage: true }, ...sampling };
+  return { ...(model && { model }), messages: turns, stream: true, stream_options: { include_usage: true }, return_progress: true, ...sampling };
 }
 
 /** One message: what it says, what is known about it, and what can be done with it. */
@@ -298,6 +374,11 @@ class MessageView {
     const { message, chat } = this;
     setText(this.body, message.content);
     this.body.hidden = false;
+    const sources = message.sources ?? [];
+    if (sources.length) {
+      const list = el("ul", {}, ...sources.map((each) => el("li", {}, each)));
+      this.body.append(el("details", { class: "sources" }, el("summary", {}, icon("file"), `With ${sources.length} ${sources.length > 1 ? "passages" : "passage"}`), list));
+    }
     const copy = iconButton("copy", "Copy message", () => copyText(message.content, copy));
     const edit = iconButton("edit", "Edit message", () => this.edit());
     edit.classList.add("needs-rest");
@@ -345,7 +426,7 @@ class MessageView {
     this.reasoningTitle = el("span", {}, "Reasoning");
     this.reasoning = el("details", { class: "reasoning" }, el("summary", {}, icon("chevron"), this.reasoningTitle), this.reasoningText);
     this.text = el("div", { class: "markdown" });
-    this.wait = el("p", { class: "wait" }, el("span", { class: "dots", "aria-hidden": "true" }, el("i"), el("i"), el("i")), (this.hint = el("span")));
+    this.wait = el("p", { class: "wait" }, el("span", { class: "dots", "aria-hidden": "true" }, el("i"), el("i"), el("i")), (this.hint = el("span")), (this.progress = el("progress", { "aria-label": "Progress" })));
     this.error = el("div", { class: "error", role: "alert" });
     this.body.append(this.reasoning, this.text, this.wait, this.error);
     this.stats = el("p", { class: "stats" });
@@ -358,7 +439,7 @@ class MessageView {
     this.update();
   }
 
-  update(hint = "") {
+  update(hint = null) {
     const { message } = this;
     const isStreaming = message.state === "streaming";
     this.reasoning.hidden = !message.reasoning;
@@ -369,7 +450,10 @@ class MessageView {
     showMarkdown(this.text, message.content);
     this.text.classList.toggle("is-streaming", isStreaming && Boolean(message.content));
     this.wait.hidden = !isStreaming || Boolean(message.content);
-    setText(this.hint, hint || (message.reasoning ? "" : "Waiting for the first token"));
+    const figure = hint?.total ? ` ${hint.done}${hint.unit ?? ` of ${hint.total}`}` : "";
+    setText(this.hint, hint ? hint.text + figure : message.reasoning ? "" : "Waiting for the first token");
+    this.progress.hidden = !hint?.total;
+    if (hint?.total) Object.assign(this.progress, { max: hint.total, value: hint.done });
     this.actions.hidden = isStreaming || (message.state === "error" && !message.content);
     this.showStats();
     this.showError();

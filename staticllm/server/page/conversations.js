@@ -132,7 +132,12 @@ function parse(text) {
   for (const message of messages) {
     if (message.state === "streaming") message.state = "stopped";
   }
-  return { ...found, title: String(found.title ?? ""), updated: Number(found.updated) || 0, settings: cleanSettings(found.settings ?? {}), messages };
+  const documents = (Array.isArray(found.documents) ? found.documents : []).filter((each) => typeof each?.name === "string" && typeof each.text === "string");
+  for (const message of messages) {
+    if (!Array.isArray(message.sources) || !message.sources.every((each) => typeof each === "string")) message.sources = [];
+    if (typeof message.context !== "string") message.context = "";
+  }
+  return { ...found, documents, title: String(found.title ?? ""), updated: Number(found.updated) || 0, settings: cleanSettings(found.settings ?? {}), messages };
 }
 
 /** The sampling settings, with their limits; absent ones are the model's own. */

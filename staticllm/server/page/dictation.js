@@ -1,6 +1,6 @@
 // Dictation: records the microphone, and puts into a field what the server's first speech model hears.
 
-import { announce } from "./dom.js";
+import { announce, setText } from "./dom.js";
 import { transcribe } from "./server.js";
 
 const RATE = 16000; // of all Whisper models
@@ -8,8 +8,10 @@ const MAX_MS = 10 * 60 * 1000;
 
 /** A button that records while it is pressed in, and its field. */
 export class Dictation {
-  constructor(button, field, { notify }) {
+  /** `clock` shows for how long it has been recording. */
+  constructor(button, field, clock, { notify }) {
     this.button = button;
+    this.clock = clock;
     this.field = field;
     this.notify = notify;
     this.recorder = null;
@@ -58,6 +60,17 @@ export class Dictation {
     this.button.setAttribute("aria-pressed", String(isRecording));
     this.button.setAttribute("aria-label", label);
     this.button.title = label;
+    this.clock.hidden = !isRecording;
+    clearInterval(this.ticking);
+    if (isRecording) {
+      const begin = performance.now();
+      const tick = () => {
+        const seconds = Math.floor((performance.now() - begin) / 1000);
+        setText(this.clock, `Recording ${Math.floor(seconds / 60)}:${String(seconds % 60).padStart(2, "0")}`);
+      };
+      tick();
+      this.ticking = setInterval(tick, 500);
+    }
     announce(isRecording ? "Recording." : "The recording has ended.");
   }
 

@@ -3,6 +3,7 @@
 import { Chat } from "./chat.js";
 import { Conversations, SETTINGS } from "./conversations.js";
 import { Dictation } from "./dictation.js";
+import { Documents } from "./documents.js";
 import { announce, byId, el, iconButton, setText } from "./dom.js";
 import { SchedulerView } from "./scheduler.js";
 import { apiKey, getJson } from "./server.js";
@@ -12,9 +13,23 @@ const NOTICE_MS = 8000;
 const NARROW = matchMedia("(max-width: 760px)");
 
 const store = new Conversations({ onChange: showChanged, isBusy: (id) => chat.runs.has(id) });
-const chat = new Chat(store, { changed: () => showList(), needsKey: () => openSettings("api-key"), notify });
+const chat = new Chat(store, {
+  changed: () => showList(),
+  needsKey: () => openSettings("api-key"),
+  notify,
+  answered: (name) => {
+    const model = models.find((each) => each.id === name);
+    if (model) model.status = "loaded";
+  },
+  isLoaded: (name) => models.some((each) => each.id === name && each.status === "loaded"),
+  passagesFor: (...given) => documents.passagesFor(...given),
+});
 const scheduler = new SchedulerView({ needsKey: () => openSettings("api-key") });
-const dictation = new Dictation(byId("dictate"), byId("message"), { notify });
+const dictation = new Dictation(byId("dictate"), byId("message"), byId("recording"), { notify });
+const documents = new Documents(
+  { list: byId("documents"), button: byId("attach"), input: byId("attach-file"), target: byId("chat-view"), note: byId("no-embedder") },
+  { conversation: () => chat.conversation, changed: (conversation) => store.save(conversation) || notify("The documents are too long to be kept in this browser."), notify },
+);
 let models = [];
 
 // ---- models
@@ -25,7 +40,8 @@ async function loadModels() {
   try {
     const { data } = await getJson("v1/models");
     models = data.filter((each) => each.type === "chat");
-    dictation.offer(data.find((each) => each.type === "speech")?.id);
+    dictation.offer(data.find((each) => each.type === "speech" && each.reads_files)?.id);
+    documents.offer(data.find((each) => each.type === "embedding")?.id);
     byId("model-error").hidden = true;
     if (!models.length) showModelError("No chat model is served.");
   } catch (error) {
@@ -55,6 +71,8 @@ function showModels() {
 
 function open(conversation) {
   chat.show(conversation);
+  documents.show();
+  chat.countSoon();
   conversation.model ??= defaultModel();
   showModels();
   showList();

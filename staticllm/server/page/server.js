@@ -51,6 +51,22 @@ export async function getJson(path, { anyStatus = false, signal } = {}) {
   return response.json();
 }
 
+async function post(path, body, signal) {
+  const options = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal };
+  const response = await send(path, options);
+  if (!response.ok) throw await errorOf(response);
+  return response.json();
+}
+
+/** Return how many tokens a text or conversation has (`count`), and how many the model reads at once (`max_prompt_len`). */
+export const countTokens = (body, signal) => post("tokenize", body, signal);
+
+/** Return the vectors of texts. */
+export async function embed(body, signal) {
+  const { data } = await post("v1/embeddings", body, signal);
+  return data.map((each) => each.embedding);
+}
+
 /** Return what a speech model hears in a recording. */
 export async function transcribe(recording, model) {
   const body = new FormData();

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shutil
+from importlib.util import find_spec
 
 import httpx
 import pytest
@@ -10,6 +12,7 @@ from support.models.whisper_directory import sound, wav, write_whisper
 from support.server.browsers import tab_of
 from support.server.served import serving
 
+from staticllm.server import catalog
 from staticllm.server.models.served import demo_spec, model_spec
 
 pytest.importorskip("playwright")
@@ -53,12 +56,15 @@ def test_what_is_said_stands_in_the_field(served, browser):
         tab.page.get_by_role("button", name="Dictate", exact=True).click()
         stop = tab.page.get_by_role("button", name="Stop dictating", exact=True)
         assert stop.get_attribute("aria-pressed") == "true"
+        clock = tab.page.locator("#recording")
+        assert re.fullmatch(r"Recording 0:0\d", clock.inner_text()), "not by colour alone"
         tab.page.wait_for_timeout(1500)
         with tab.page.expect_response("**/v1/audio/transcriptions") as answer:
             stop.click()
         text = answer.value.json()["text"]
         tab.page.wait_for_function("() => document.getElementById('message').value.length > 6")
         assert tab.field.input_value() == f"I say: {text}"
+        assert not clock.is_visible()
         assert len(sent) == 1
     counted = httpx.get(served.url + "/metrics", timeout=60).text
     name = "staticllm_audio_seconds_total"
@@ -71,3 +77,18 @@ def test_without_a_speech_model_there_is_no_button(browser):
         tab.open()
         tab.page.wait_for_function("() => document.getElementById('model').options.length > 0")
         assert not tab.page.locator("#dictate").is_visible()
+
+
+@pytest.mark.parametrize("package", ["python_multipart", "soxr"])
+def test_without_the_packages_that_read_recordings_there_is_no_button(served, browser, monkeypatch, package):
+    monkeypatch.setattr(catalog, "find_spec", lambda name: None if name == package else find_spec(name))
+    catalog.can_read_files.cache_clear()
+    try:
+        listed = httpx.get(served.url + "/v1/models", timeout=60).json()["data"]
+        assert [each["reads_files"] for each in listed if each["type"] == "speech"] == [False]
+        with tab_of(browser, served.url) as tab:
+            tab.open()
+            tab.page.wait_for_function("() => document.getElementById('model').options.length > 0")
+            assert not tab.page.locator("#dictate").is_visible()
+    finally:
+        catalog.can_read_files.cache_clear()
