@@ -44,10 +44,11 @@ def overflow_rule(name: object) -> OverflowRule:
     Raises:
         GenerationConfigError: there is no such rule.
     """
-    found = next((rule for rule in RULES if isinstance(name, str) and str.__eq__(name, rule)), None)
-    if found is None:
-        raise GenerationConfigError(f"overflow={shown(name)}: must be one of {', '.join(RULES)}")
-    return found
+    rule: OverflowRule
+    for rule in RULES:
+        if isinstance(name, str) and str.__eq__(name, rule):
+            return rule
+    raise GenerationConfigError(f"overflow={shown(name)}: must be one of {', '.join(RULES)}")
 
 
 def shorten(tokens: list[int], limit: int, rule: OverflowRule) -> list[int]:
