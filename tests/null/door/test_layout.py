@@ -12,7 +12,7 @@ import pytest
 
 HOUSE = {
     "pyproject.toml", "staticllm", "compiler_passes", "kvcache", "pipelines", "tests", "scripts",
-    "README.md", "LICENSE", "CHANGELOG.md", "docs", "examples", ".ci", ".gitignore",
+    "README.md", "LICENSE", "CHANGELOG.md", "docs", "examples", "findings", ".ci", ".gitignore",
 }  # fmt: skip
 ROOMS = ("staticllm", "compiler_passes", "kvcache", "pipelines")
 LEVELS = (
