@@ -9,7 +9,7 @@ import openvino as ov
 import pytest
 from openvino import opset13 as ops
 from support.models import gguf_files
-from support.models.gguf_random import CAPS, HEADS, LINEAR, PAIRS, WINDOW, write_random
+from support.models.gguf_random import CAPS, HEADS, LINEAR, MINICPM, PAIRS, WINDOW, write_random
 from support.models.lora_files import Lora, constant_value, linear_layers
 
 from staticllm import Adapter, AdapterConfig, AdapterError, StaticLLMPipeline
@@ -73,7 +73,7 @@ def test_an_adapter_of_the_export_changes_its_file_alike(name, targets, model_pa
 
 
 KINDS = {
-    "llama": {}, "mistral3": {}, "minicpm": {}, "smollm3": {"layers": 4}, "hunyuan-dense": {}, "qwen2": {}, "qwen3": {},
+    "llama": {}, "mistral3": {}, "minicpm": {"keys": MINICPM}, "smollm3": {"layers": 4}, "hunyuan-dense": {}, "qwen2": {}, "qwen3": {},
     "gemma": {"is_tied": True}, "gemma2": {"keys": {**WINDOW, **CAPS}, "is_tied": True},
     "gemma3": {"keys": {**WINDOW, **LINEAR, "rope.freq_base": 1e6}, "layers": 7, "is_tied": True}, "phi3": {},
 }  # fmt: skip
