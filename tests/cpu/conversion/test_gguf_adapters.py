@@ -73,7 +73,8 @@ def test_an_adapter_of_the_export_changes_its_file_alike(name, targets, model_pa
 
 
 KINDS = {
-    "llama": {}, "mistral3": {}, "minicpm": {"keys": MINICPM}, "smollm3": {"layers": 4}, "hunyuan-dense": {}, "qwen2": {}, "qwen3": {},
+    "llama": {}, "mistral3": {}, "minicpm": {"keys": MINICPM}, "smollm3": {"layers": 4}, "hunyuan-dense": {}, "qwen2": {},
+    "qwen3": {},
     "gemma": {"is_tied": True}, "gemma2": {"keys": {**WINDOW, **CAPS}, "is_tied": True},
     "gemma3": {"keys": {**WINDOW, **LINEAR, "rope.freq_base": 1e6}, "layers": 7, "is_tied": True}, "phi3": {},
 }  # fmt: skip
