@@ -111,8 +111,7 @@ class KeptSequences:
     Any thread may call.
     """
 
-    def __init__(self, find: Callable[[str], TokenSequences]) -> None:
-        self._find = find
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, TokenSequences] = OrderedDict()
         self.num_sequences = 0
@@ -120,13 +119,13 @@ class KeptSequences:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def of(self, text: str) -> TokenSequences:
-        """Return the sequences of a text, which are kept."""
+    def of(self, text: str, find: Callable[[str], TokenSequences]) -> TokenSequences:
+        """Return the sequences of a text, which ``find`` finds if they are not kept."""
         with self._lock:
             if (found := self._kept.get(text)) is not None:
                 self._kept.move_to_end(text)
                 return found
-        found = self._find(text)
+        found = find(text)
         with self._lock:
             if text not in self._kept:
                 self._kept[text] = found
@@ -142,8 +141,8 @@ class WordTokens:
 
     def __init__(self, tokenizer: genai.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.words = KeptSequences(self._found_words)
-        self.breakers = KeptSequences(self._found_breakers)
+        self.words = KeptSequences()
+        self.breakers = KeptSequences()
         self._texts: list[str] = []
 
     def complete(self, options: GenerationOptions) -> SamplingParams:
@@ -160,7 +159,7 @@ class WordTokens:
 
     def of_word(self, word: str) -> TokenSequences:
         """Return the sequences that write ``word``, at the beginning of a text and after a space."""
-        return self.words.of(word)
+        return self.words.of(word, self._found_words)
 
     def _found_words(self, word: str) -> TokenSequences:
         found = {self._encoded(word), self._encoded(" " + word.lstrip(" "))}
@@ -172,7 +171,7 @@ class WordTokens:
         These are all tokens whose text contains it, and all whose text ends with a part of it, followed by the tokens of the
         rest.
         """
-        return self.breakers.of(text[:MAX_BREAKER_CHARS])
+        return self.breakers.of(text[:MAX_BREAKER_CHARS], self._found_breakers)
 
     def _found_breakers(self, text: str) -> TokenSequences:
         found: set[tuple[int, ...]] = set()
