@@ -99,7 +99,8 @@ def test_contradictions_get_one_line(pipes, options, message):
 
 def call_of(pipe, parameters, **options):
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    result = pipe.generate("Call.", tools=tools, tool_choice="required", max_new_tokens=250, **options)
+    options = {"tool_choice": "required", "parallel_tool_calls": False, "max_new_tokens": 250, **options}
+    result = pipe.generate("Call.", tools=tools, **options)
     assert [str(reason) for reason in result.finish_reasons] == ["tool_call"]
     (call,) = result.tool_calls[0]
     return json.loads(call.arguments)
