@@ -201,7 +201,9 @@ def test_texts_of_a_tool_are_no_special_tokens(pipes, name, text):
 @pytest.mark.parametrize("function", ["a<s>b", "<|assistant|>", 'a"\\<s>'])
 def test_names_of_functions_are_no_special_tokens(pipes, name, function):
     tools = [{"type": "function", "function": {"name": function, "parameters": TIME}}]
-    result = pipes[name].generate("Call.", tools=tools, tool_choice="required", max_new_tokens=99)
+    result = pipes[name].generate(
+        "Call.", tools=tools, tool_choice="required", parallel_tool_calls=False, max_new_tokens=99
+    )
     assert [call.name for call in result.tool_calls[0]] == [function]
 
 
@@ -244,7 +246,9 @@ def test_arguments_are_an_object_where_the_schema_allows_other_values_too(pipes,
 @pytest.mark.parametrize("name", ["hermes", "functionary31"])
 def test_arguments_of_any_kind_are_an_object_too(pipes, name):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    result = pipes[name].generate("Call.", tools=tools, tool_choice="required", max_new_tokens=60)
+    result = pipes[name].generate(
+        "Call.", tools=tools, tool_choice="required", parallel_tool_calls=False, max_new_tokens=60
+    )
     (call,) = result.tool_calls[0]
     assert call.arguments.startswith("{")
 
@@ -369,7 +373,7 @@ def test_a_required_call_is_whole_within_its_tokens(pipes, name, most, max_new_t
         pytest.skip("the tags of a call have more tokens")
     result = pipes[name].generate(
         "Call.", tools=tools_with_a_note(1, most), tool_choice="required", max_new_tokens=max_new_tokens,
-        do_sample=True, rng_seed=1, temperature=1.0,
+        parallel_tool_calls=False, do_sample=True, rng_seed=1, temperature=1.0,
     )  # fmt: skip
     assert [str(reason) for reason in result.finish_reasons] == ["tool_call"]
     (call,) = result.tool_calls[0]
@@ -379,7 +383,8 @@ def test_a_required_call_is_whole_within_its_tokens(pipes, name, most, max_new_t
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_required_call_at_the_limit_of_tokens_keeps_its_beginning(pipes, name):
     """As in OpenAI's API, the finish reason is ``length``, and the call has the arguments so far."""
-    asked = {"tools": tools_with_a_note(600, 1200), "tool_choice": "required", "max_new_tokens": 160}
+    asked = {"tools": tools_with_a_note(600, 1200), "tool_choice": "required", "parallel_tool_calls": False}
+    asked["max_new_tokens"] = 160
     with pytest.raises(GenerationConfigError, match="max_new_tokens=160 leaves no room") as caught:
         pipes[name].generate("Call.", **asked)
     assert "\n" not in str(caught.value)
