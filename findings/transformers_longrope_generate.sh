@@ -40,7 +40,6 @@ def whole(text):
 
 print(f"transformers {version('transformers')}, torch {version('torch')}, limit {LIMIT}")
 num_right_before = num_right_after = num_after = num_before = 0
-answers = []
 for seed in range(8):
     prompt = torch.randint(3, 512, (1, LIMIT - 4), generator=torch.Generator().manual_seed(seed))
     text = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=2)[0].tolist()
