@@ -220,17 +220,17 @@ def staticllm(request: pytest.FixtureRequest):
 def _originals():
     from support.engine.shared_programs import Original
 
-    known: dict[Path, Original] = {}
-    return lambda path: known.get(path) or known.setdefault(path, Original(path))
+    return cache(Original)
 
 
 @pytest.fixture
 def original(_originals):
     """A function from a model directory to the original model, at the beginning of a conversation."""
 
-    def at_its_beginning(path: Path):
-        _originals(path).reset()
-        return _originals(path)
+    def at_its_beginning(path: Path, *, rope_limits: tuple[int, ...] = ()):
+        found = _originals(path, rope_limits)
+        found.reset()
+        return found
 
     return at_its_beginning
 

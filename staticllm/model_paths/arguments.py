@@ -19,11 +19,11 @@ _NO_PATH = re.compile(r"[?!]$|://|[\d/.,:]+$")
 
 _SIZE = r"(?:\d+x)?\d+(?:\.\d+)?[bm]"
 _NAME = re.compile(
-    rf"""[a-z][\w.-]*:[a-z0-9][\w.-]*          # llama3.2:1b
-    |[a-z]{{2,}}[-_]?\d+\.\d+[\w.-]*            # qwen2.5, llama-3.2-instruct
-    |[a-z]{{3,}}\d{{1,2}}(?:[-_][\w.-]+)?        # phi3, qwen3-coder
+    rf"""[a-z][\w.-]*:[a-z0-9][\w.-]*          # family1.2:3b
+    |[a-z]{{2,}}[-_]?\d+\.\d+[\w.-]*            # family2.5, family-3.2-instruct
+    |[a-z]{{3,}}\d{{1,2}}(?:[-_][\w.-]+)?        # family3, family3-coder
     |[a-z][\w.]*[-_][a-z]\d{{1,2}}(?:[-_.][\w.-]+)?    # deepseek-r1
-    |[a-z][\w.]*(?:[-_][\w.]+)*?[-_.:]{_SIZE}(?:[-_.][\w.-]+)?    # mistral-7b-instruct
+    |[a-z][\w.]*(?:[-_][\w.]+)*?[-_.:]{_SIZE}(?:[-_.][\w.-]+)?    # family-7b-instruct
     |[\w.-]+[-._](?:i?q\d_[a-z0-9_]+|mxfp4|bf16|f16|gguf)    # with a quantization
     """,
     re.IGNORECASE | re.VERBOSE | re.ASCII,

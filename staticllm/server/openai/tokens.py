@@ -98,7 +98,7 @@ def _encoded(model: ServedModel, body: TokenizeRequest, text: Any) -> list[int]:
 
 
 async def _pieces(workers: Workers, model: ServedModel, ids: list[int]) -> dict[int, str | list[int]]:
-    """Return the text of each token by its id; of one that is a part of a character its bytes, as llama.cpp does."""
+    """Return the text of each token by its id; of one that is a part of a character its bytes, as llamacpp does."""
     different = sorted(await workers.run(lambda: set(ids)))
     decode = model.chat.get_tokenizer().decode
     found: dict[int, str | list[int]] = {}

@@ -115,8 +115,8 @@ def digest_of(folder: Path) -> str:
 class Original(StatefulReference):
     """The original model, with its answers cached for the whole test run."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: Path, rope_limits: tuple[int, ...] = ()) -> None:
+        super().__init__(path, rope_limits=rope_limits)
         self._answers: dict[tuple[int, ...], list[int]] = {}
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
