@@ -219,7 +219,7 @@ def given_as(directory: Path) -> str:
 def remove_converted(model: ConvertedModel) -> None:
     """Remove a model directory and its notes. Raises ``ModelError`` (it cannot be removed)."""
     folder = model.folder.parent
-    with _cache_errors(folder), acquire(folder / f"{model.folder.name}.lock"):
+    with _cache_errors(folder), _locked(folder / f"{model.folder.name}.lock"):
         for note in folder.glob("*.digest"):
             if _noted(note) == model.folder.name:
                 note.unlink(missing_ok=True)
