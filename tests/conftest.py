@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import zlib
 from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
@@ -19,9 +20,22 @@ ROOT = Path(__file__).resolve().parent.parent
 ZOO = Path(os.environ.get("STATICLLM_ZOO", ROOT.parent / "shared" / "zoo"))
 
 
+def share_of(text: str) -> tuple[int, int]:
+    """Return index and count of a share such as ``2/3``."""
+    index, _, count = text.partition("/")
+    if not 1 <= int(index) <= int(count):
+        raise ValueError(f"{text} is no share: the first of three is 1/3")
+    return int(index), int(count)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--all", action="store_true", help="run the slow tests too, and all cases of those that take a sample"
+    )
+    parser.addoption(
+        "--share",
+        type=share_of,
+        help="run the test files of one share only, such as 2/3: runs in turns run all of them",
     )
     parser.addoption(
         "--write-slow", action="store_true", help="measure the tests and write tests/support/slow_tests.txt anew"
@@ -54,12 +68,24 @@ def _without_delay(config: pytest.Config) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    share = config.getoption("--share")
+    if share is None or not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
+        return None
+    index, count = share
+    name = collection_path.relative_to(ROOT).as_posix()
+    return True if zlib.crc32(name.encode()) % count != index - 1 else None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--all"):
-        listed = frozenset[str]() if config.getoption("--write-slow") else slow_tests()
-        for item in items:
-            if item.get_closest_marker("slow") or is_listed(item.nodeid, listed):
-                item.add_marker(pytest.mark.skip(reason="slow: runs with --all"))
+    if config.getoption("--all"):
+        return
+    listed = frozenset[str]() if config.getoption("--write-slow") else slow_tests()
+    slow = [item for item in items if item.get_closest_marker("slow") or is_listed(item.nodeid, listed)]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        left_out = set(slow)
+        items[:] = [item for item in items if item not in left_out]
 
 
 class FailuresAtOnce:
