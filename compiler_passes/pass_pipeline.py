@@ -14,6 +14,7 @@ from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.shapes.add_pooling import Dense
 from staticllm.core import AdapterLayout, AdapterType, KVType, Variant
 from staticllm.errors import StaticLLMError, UnsupportedModelError
+from staticllm.system.long_calls import checkpoint
 
 Graph = TypeVar("Graph", bound=StepGraph)
 Options = TypeVar("Options")
@@ -157,6 +158,7 @@ def run_variant_passes(entries: Iterable[VariantPass[Graph]], graph: Graph, mode
 
 def _run(entry: Pass[Graph, Options], graph: Graph, options: Options) -> int:
     """Run one pass and the check after it. Return the number of nodes."""
+    checkpoint()
     with _named(entry.name):
         entry.run(graph, options)
     return check_graph(graph, entry.name)

@@ -42,6 +42,7 @@ from staticllm.pipelines.text.streamers import TokenSink, check_callback, make_s
 from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
 from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 from staticllm.system.heap import return_free_memory
+from staticllm.system.load_progress import LoadProgress
 from staticllm.system.threads import close_when_collected
 
 Streamer: TypeAlias = Callable[[str], genai.StreamingStatus | bool | None] | genai.StreamerBase | None
@@ -101,9 +102,10 @@ class StaticLLMPipeline:
         policy = make_policy(candidates[0].config.scheduler if scheduler is None else scheduler)
         if daemon:
             check_sendable(scheduler)
-        source, candidates = source_of(models_path, given, candidates, on_progress or (lambda event: None))
+        progress = LoadProgress(on_progress, num_loads=1 if draft is None or daemon else 2)
+        source, candidates = source_of(models_path, given, candidates, progress)
         self._source = weakref.finalize(self, forget_in_memory, source)
-        with TextReader(source, given, on_progress) as reader:
+        with TextReader(source, given, progress) as reader:
             self._launched: Launched | RemoteLaunched
             if daemon:
                 start_engine = self._launch_in_daemon(daemon, draft, has_own_tokenizer=given.tokenizer is not None)
@@ -112,6 +114,7 @@ class StaticLLMPipeline:
                 self._launched = self._launch(source, candidates, policy, reader.on_progress, reader.engine_text)
             text = reader.files()
             use_draft(None if daemon else draft, self._launched, text.tokenizer, reader.on_progress)
+            progress.finish()
         tools = text.tools
         self._tools = tools
         self._engine: EngineClient = self._launched.engine

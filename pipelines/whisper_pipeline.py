@@ -57,6 +57,7 @@ from staticllm.pipelines.speech.words import with_whole_characters
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.pipelines.text.streamers import TokenSink, make_sink
 from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
+from staticllm.system.load_progress import LoadProgress
 from staticllm.system.threads import check_may_wait, close_when_collected
 
 RawSpeech: TypeAlias = Sequence[float] | NDArray[Any]
@@ -126,7 +127,7 @@ class StaticWhisperPipeline:
         self._tools = TokenizerTools(tokenizer, joins_tokens(files.directory), "")
         heads = alignment_heads(self._generation_config) if has_words else ()
         self._heads = heads
-        tell = on_progress or (lambda event: None)
+        tell = LoadProgress(on_progress, num_loads=1 if daemon else 3 if heads else 2)
         if daemon:
             self._model = _in_daemon(daemon, files, candidates, RemoteSpeech(num_windows, heads), policy, tell)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from types import FrameType
 
 
@@ -15,7 +16,14 @@ def main() -> None:
     from staticllm.cli import main as run
 
     signal.signal(signal.SIGINT, before)
-    run()
+    try:
+        run()
+    except SystemExit as end:
+        if "openvino" not in sys.modules:
+            raise
+        from staticllm.system.long_calls import exit_process
+
+        exit_process(end.code)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

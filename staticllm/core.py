@@ -523,8 +523,12 @@ class ProgressEvent:
     """One part of loading: number ``index`` of ``total`` in its ``stage``, finished after ``seconds`` of work.
 
     ``variant`` is None in stages that do not concern one variant. A part that may take minutes (compiling a variant) is also
-    announced before it starts, with ``is_done`` False and ``seconds`` 0. At ``ready`` requests can be served, and ``seconds``
-    counts from the start; at ``complete`` all variants are compiled. ``fallback`` and ``error`` have their reason in ``message``.
+    announced before it starts, with ``is_done`` False and ``seconds`` 0. While any part runs, the same event comes four times a
+    second, with the ``seconds`` so far. ``part`` is the estimated fraction of this part that is done, and ``fraction`` that of
+    all that happens before ``ready``: it grows with every such event, and is 1 from ``ready`` on.
+
+    At ``ready`` requests can be served, and ``seconds`` counts from the start; at ``complete`` all variants are compiled.
+    ``fallback`` and ``error`` have their reason in ``message``.
     """
 
     stage: Stage
@@ -534,6 +538,8 @@ class ProgressEvent:
     variant: ProgramVariant | None = None
     is_done: bool = True
     message: str = ""
+    part: float = 0.0
+    fraction: float = 0.0
 
 
 OnProgress = Callable[[ProgressEvent], None]

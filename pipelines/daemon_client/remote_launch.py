@@ -22,6 +22,7 @@ from staticllm.pipelines.launch.draft_source import DraftSource
 from staticllm.pipelines.launch.genai_properties import plain_properties
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.system.heap import return_free_memory
+from staticllm.system.long_calls import attended, told
 from staticllm.wire.messages import Kind, Message
 
 SECRETS = ("cache_encryption_callbacks", "weights_decryption_callback", "integrity_key")
@@ -104,8 +105,11 @@ def _launch(
         raise ConfigError(f"a model in memory {STAYS}")
     begin = time.perf_counter()
     model = _RemoteModel(directory, candidates, home, draft, speech)
-    on_progress(ProgressEvent("compile", 1, 1, 0.0, is_done=False, message="in the daemon"))
-    engine = RemoteEngine(model.connect, model.give_up, home.resumes_requests, home.on_lost, has_own_tokenizer)
+    event = ProgressEvent("compile", 1, 1, 0.0, is_done=False, message="in the daemon")
+    on_progress(event)
+    make = partial(RemoteEngine, model.connect, model.give_up, home.resumes_requests, home.on_lost, has_own_tokenizer)
+    with told(on_progress, event):
+        engine = attended(make, on_leave=model.give_up, drop=RemoteEngine.close)
     try:
         home.adopt(engine)
         answer = model.described

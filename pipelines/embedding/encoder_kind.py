@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from staticllm.compiler_passes.encoder import encoder_passes
 from staticllm.compiler_passes.lower_encoder import lower_encoder
 from staticllm.compiler_passes.model_kind import check_kind, is_lowered_as, kind_of
 from staticllm.compiler_passes.pass_pipeline import EncoderOptions
-from staticllm.core import EncoderShape, EncoderVariant, Pooling, ProgramLayout, ProgressEvent, Size, mode_of
+from staticllm.core import EncoderShape, EncoderVariant, Pooling, ProgramLayout, Size, mode_of
 from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.artifacts.fingerprint import DENSE
@@ -228,16 +227,14 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         del memory, planned
         self._check_output(job, programs.shape)
         self._check_pooling(job, programs.shape)
-        start = time.perf_counter()
         pooling = self.pooling or default_pooling(programs.shape)
         runner = EncoderRunner(programs.shape, programs.compiled, pooling, self.pad_id)
         try:
-            runner.warm_up(known={**programs.costs, **programs.kept_costs})
+            runner.warm_up(known={**programs.costs, **programs.kept_costs}, on_progress=job.on_progress)
         except (RuntimeError, MemoryError) as error:
             is_memory = isinstance(error, MemoryError)
             reason = "there is not enough memory; lower max_length" if is_memory else last_line(error)
             raise DeviceError(f"{job.device} cannot run the encoder: {reason}") from error
-        job.on_progress(ProgressEvent("warm-up", 1, 1, time.perf_counter() - start))
         return runner
 
     @classmethod

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 import openvino as ov
 
-from staticllm.core import EncoderShape, EncoderVariant, Pooling
+from staticllm.core import EncoderShape, EncoderVariant, OnProgress, Pooling, ProgressEvent
 from staticllm.pipelines.costs.model import STABLE_CALLS, CostModel
 from staticllm.pipelines.embedding.packing.chunks import (
     MOST_TOKENS,
@@ -25,6 +27,7 @@ from staticllm.pipelines.embedding.packing.prefix_groups import LEAST_SHARED, fi
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.programs.bind import BoundRequest
 from staticllm.pipelines.programs.chain import AnyProgram
+from staticllm.system.long_calls import attended, told
 
 SLOW_RUN, VERY_SLOW_RUN = 0.02, 0.2
 """Calls above these times, in seconds, are measured once at loading, and by their first run: noise and preparation are small."""
@@ -106,22 +109,35 @@ class EncoderRunner:
             num_done += variant.rows
         return seconds
 
-    def warm_up(self, num_runs: int = 3, known: Mapping[EncoderVariant, float] | None = None) -> None:
+    def warm_up(
+        self,
+        num_runs: int = 3,
+        known: Mapping[EncoderVariant, float] | None = None,
+        on_progress: OnProgress = lambda event: None,
+    ) -> None:
         """Run every variant, so that its cost is known; the least of ``num_runs`` runs counts.
 
-        ``known``: seconds per call that need not be measured again.
+        ``known``: seconds per call that need not be measured again. ``on_progress`` gets an event after each variant.
         """
         for variant, seconds in (known or {}).items():
             if variant in self._compiled:
                 self.costs.set(variant, seconds)
-        for variant in (*self.variants, *self._continuing_to_measure()):
-            program = self._program(variant)
-            seconds = program.run()  # the first run prepares
-            if variant in self.costs.measured:
-                continue
-            if seconds < VERY_SLOW_RUN:
-                seconds = min(program.run() for _ in range(num_runs if seconds < SLOW_RUN else 1))
-            self.costs.set(variant, seconds)
+        variants = (*self.variants, *self._continuing_to_measure())
+        for index, variant in enumerate(variants, 1):
+            event = ProgressEvent("warm-up", index, len(variants), 0.0, variant)
+            begin = time.perf_counter()
+            with told(on_progress, event):
+                self._measure_first_runs(variant, num_runs)
+            on_progress(replace(event, seconds=time.perf_counter() - begin))
+
+    def _measure_first_runs(self, variant: EncoderVariant, num_runs: int) -> None:
+        program = self._program(variant)
+        seconds = attended(program.run)  # the first run prepares
+        if variant in self.costs.measured:
+            return
+        if seconds < VERY_SLOW_RUN:
+            seconds = min(attended(program.run) for _ in range(num_runs if seconds < SLOW_RUN else 1))
+        self.costs.set(variant, seconds)
 
     def run(
         self,

@@ -23,7 +23,11 @@ from staticllm.pipelines.launch.arguments import (
     read_tool_template,
 )
 from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
+from staticllm.system.long_calls import LOOK_SECONDS, attended, checkpoint, told, unless
 from staticllm.system.threads import LazyThread
+
+READING = ProgressEvent("warm-up", 1, 1, 0.0)
+"""What is shown while the programs are there, and the tokenizer is still read."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +57,13 @@ class TextReader:
         self._files: TextFiles | None = None
         self._error: BaseException | None = None
         self._thread = LazyThread("staticllm-tokenizer")
+        self._is_over = False
 
     def on_progress(self, event: ProgressEvent) -> None:
         """Begin to read with the first program, or wait for the end of it; then report the event."""
         if event.stage == "ready" and self._given is not None:
-            self.files()
+            with told(self._tell, READING):
+                self.files()
         elif (
             not self._thread.has_begun
             and self._files is None
@@ -65,12 +71,16 @@ class TextReader:
             and event.stage in ("compile", "import")
         ):
             self._thread.start(self._read)
+        self._tell(event)
+
+    def _tell(self, event: ProgressEvent) -> None:
         if self._on_progress is not None:
             self._on_progress(event)
 
     def files(self) -> TextFiles:
         """Return what was read; wait for it, or read it now. Raises ``ModelError`` and ``GenerationConfigError``."""
-        self._thread.join()
+        while not self._thread.join(LOOK_SECONDS):
+            checkpoint()
         if self._files is None and self._error is None:
             self._read()
         if self._error is not None:
@@ -87,7 +97,8 @@ class TextReader:
         try:
             given = self._given
             assert given is not None, "read after the block"
-            tokenizer = given.tokenizer or read_tokenizer(self._source)
+            with unless(lambda: self._is_over):
+                tokenizer = given.tokenizer or attended(partial(read_tokenizer, self._source))
             own = given.generation_config
             read = read_generation_config(self._source, tokenizer) if own is None else ReadConfig(own)
             joins = given.tokenizer is None and joins_tokens(self._source)
@@ -103,6 +114,7 @@ class TextReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._is_over = True
         self._thread.join()
         self._files = None
         self._given = None

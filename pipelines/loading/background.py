@@ -15,10 +15,11 @@ from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.programs.chain import AnyProgram
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, S, V, compile_each
 from staticllm.system.file_lock import Lease
+from staticllm.system.long_calls import unless, wait_for_left
 from staticllm.system.threads import LazyThread
 
 CLOSE_TIMEOUT = 5.0
-"""How long closing waits for the running part, in seconds: a compiler cannot be interrupted."""
+"""How long closing waits for the thread, in seconds. It leaves long calls of native code at once, and they end alone."""
 
 
 class BackgroundWork(Protocol):
@@ -64,7 +65,7 @@ class BackgroundLoader:
         return True
 
     def close(self) -> None:
-        """Start no further part, and wait up to ``CLOSE_TIMEOUT`` seconds for the running part."""
+        """Start no further part, and let the thread leave the running one."""
         self._is_closing = True
         self._thread.join(CLOSE_TIMEOUT)
 
@@ -73,10 +74,12 @@ class BackgroundLoader:
         self._work = None
         assert work is not None, "started twice"
         try:
-            for part in work.parts():
-                if self._is_closing:
-                    return
-                part()
+            with unless(lambda: self._is_closing):
+                wait_for_left()
+                for part in work.parts():
+                    if self._is_closing:
+                        return
+                    part()
             self._on_progress(ProgressEvent("complete", 1, 1, time.perf_counter() - self._started))
         except ClosedError:
             return  # the pipeline was closed: the remaining programs are not needed

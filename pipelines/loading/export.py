@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, cast
 
@@ -42,6 +42,7 @@ from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, 
 from staticllm.pipelines.programs.dry_run import run_apart
 from staticllm.pipelines.programs.weight_bank import WeightBank
 from staticllm.system.files import refusal_of
+from staticllm.system.long_calls import attended, told
 
 DEFAULT_BLOB = "openvino_model.blob"
 """Name of a blob beside a model, as in NPUW."""
@@ -228,19 +229,26 @@ def export_programs(job: Job[V, S, R], programs: CompiledPrograms[V, S], is_weig
     weights = job.weights if is_weightless else None
     for index, (variant, compiled) in enumerate(programs.compiled.items(), 1):
         start = time.perf_counter()
+        event = ProgressEvent("export", index, len(programs.compiled), 0.0, variant)
         if id(compiled) not in names:
             name = f"{len(names)}-{_label(variant)}.blob"
             names[id(compiled)] = name
             assert not isinstance(compiled, CompiledChain), "chains are a layout of their own"
-            blob = compiled.export_model().getvalue()
+            blob = attended(partial(_blob_of, compiled))
             blobs[name] = blob
             target = ImportTarget(job.device, programs.options.program_group(variant).properties, weights)
-            if not matches(compiled, job.kind.random_call(programs, variant), blob, target):
+            with told(job.on_progress, event):
+                is_same = matches(compiled, job.kind.random_call(programs, variant), blob, target)
+            if not is_same:
                 return Exported(programs, {}, None, is_weightless)
         files[variant] = names[id(compiled)]
-        event = ProgressEvent("export", index, len(programs.compiled), time.perf_counter() - start, variant)
-        job.on_progress(event)
+        job.on_progress(replace(event, seconds=time.perf_counter() - start))
     return Exported(programs, files, blobs, is_weightless)
+
+
+def _blob_of(compiled: ov.CompiledModel) -> bytes:
+    blob: bytes = compiled.export_model().getvalue()
+    return blob
 
 
 def export_chains(job: Job[V, S, R], programs: CompiledPrograms[V, S]) -> Exported[V, S]:
@@ -277,7 +285,7 @@ def _chain_matches(
 def matches(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]], blob: bytes, target: ImportTarget) -> bool:
     """Return whether ``blob``, imported for ``target``, computes what ``compiled`` computes from ``feeds``, by port name."""
     try:
-        imported = import_blob(get_core(), tensor_of(blob), target)
+        imported = attended(partial(import_blob, get_core(), tensor_of(blob), target))
         expected = run_apart(compiled, feeds)
         found = run_apart(imported, feeds)
     except (BlobError, RuntimeError, ValueError):

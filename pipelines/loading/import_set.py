@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,6 +41,7 @@ from staticllm.pipelines.loading.npu_target import check_requirements
 from staticllm.pipelines.programs.chain import AnyProgram, CompiledChain, CompiledPart
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, S, V
 from staticllm.pipelines.programs.device_memory import device_allocator
+from staticllm.system.long_calls import attended, attended_each, told
 
 NUM_IMPORTS = 2
 """Blobs imported in parallel."""
@@ -179,18 +181,19 @@ def _import_each(
     for variant, file in files.items():
         firsts.setdefault(file, variant)
     compiled: dict[str, ov.CompiledModel] = {}
-    with ThreadPoolExecutor(min(len(firsts), NUM_IMPORTS) or 1) as pool:
-        imported = {}
-        for name, variant in firsts.items():
-            target = ImportTarget(job.device, options.program_group(variant).properties, weights)
-            imported[name] = pool.submit(import_blob, get_core(), blobs[name], target)
-        try:
-            for index, (name, variant) in enumerate(firsts.items(), 1):
-                with _told(job, index, len(blobs), variant):
-                    compiled[name] = imported[name].result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    calls = [
+        partial(
+            import_blob,
+            get_core(),
+            blobs[name],
+            ImportTarget(job.device, options.program_group(variant).properties, weights),
+        )
+        for name, variant in firsts.items()
+    ]
+    with closing(attended_each(calls, num_parallel=NUM_IMPORTS)) as imported:
+        for index, (name, variant) in enumerate(firsts.items(), 1):
+            with _told(job, index, len(blobs), variant):
+                compiled[name] = next(imported)
     return {variant: compiled[file] for variant, file in files.items()}
 
 
@@ -224,7 +227,7 @@ def _import_chains(
                     asked.add(requirements)
             for stem, place in zip(stored.files, stored.plan.places, strict=True):
                 if stem not in known:
-                    known[stem] = import_part(bytes(contents(stem)), place, target)
+                    known[stem] = attended(partial(import_part, bytes(contents(stem)), place, target))
             found[variant] = CompiledChain(stored.plan, [known[stem] for stem in stored.files], bank)
     bank.move({entry for chain in found.values() for entry in chain.entries_of_device})
     return {**found}
@@ -234,6 +237,8 @@ def _import_chains(
 def _told(job: LoadJob[Any], index: int, total: int, variant: Any) -> Iterator[None]:
     """Tell of an import before it and, with its seconds, after it."""
     start = time.perf_counter()
-    job.on_progress(ProgressEvent("import", index, total, 0.0, variant, is_done=False))
-    yield
-    job.on_progress(ProgressEvent("import", index, total, time.perf_counter() - start, variant))
+    event = ProgressEvent("import", index, total, 0.0, variant, is_done=False)
+    job.on_progress(event)
+    with told(job.on_progress, event):
+        yield
+    job.on_progress(replace(event, seconds=time.perf_counter() - start, is_done=True))

@@ -39,6 +39,7 @@ from staticllm.pipelines.programs.keep_small_constants import keep_small_constan
 from staticllm.pipelines.programs.layout import fixed_layout, phase_properties
 from staticllm.sources.converted import given_as
 from staticllm.system.heap import return_large_blocks
+from staticllm.system.long_calls import attended, told
 from staticllm.system.mapped_weights import MappedWeights
 
 
@@ -118,20 +119,24 @@ class ProgramKind(ABC, Generic[V, S, R]):
         config = job.config
         if config.memory_limit_mb is not None:
             return_large_blocks()
-        model = job.read_model()
+        event = ProgressEvent("read", 1, 1, 0.0)
+        with told(job.on_progress, event):
+            model = attended(job.read_model)
         self.check_graph(model, job.directory)
         if for_blobs:
             keep_small_constants(model)
         source = OpenedModel(model, MappedWeights(model))
         read = time.perf_counter()
-        job.on_progress(ProgressEvent("read", 1, 1, read - begin))
-        plan = self.lower(job, source, start)
+        job.on_progress(replace(event, seconds=read - begin))
+        event = ProgressEvent("passes", 1, 1, 0.0)
+        with told(job.on_progress, event):
+            plan = self.lower(job, source, start)
         if job.target is not None:
             job.target.check_layout(plan.options.layout)
             plan = replace(plan, chains=ChainCompiler(job.target.compile_part, len(job.target.compilers)))
         elif plan.options.layout == "blocks":
             plan = replace(plan, chains=ChainCompiler(allocate=device_allocator(get_core(), job.device)))
-        job.on_progress(ProgressEvent("passes", 1, 1, time.perf_counter() - read))
+        job.on_progress(replace(event, seconds=time.perf_counter() - read))
         return plan
 
     def check_graph(self, model: ov.Model, directory: Path) -> None:

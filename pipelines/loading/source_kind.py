@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -22,6 +22,7 @@ from staticllm.pipelines.loading.kind import LoadJob, OpenedModel, ProgramKind
 from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, StartWith
 from staticllm.pipelines.programs.source_runner import AlignmentRunner, SourceRunner
 from staticllm.ports import INPUT_FEATURES, INPUT_IDS
+from staticllm.system.long_calls import told
 
 S = TypeVar("S", SourceShape, AlignmentShape)
 R = TypeVar("R", SourceRunner, AlignmentRunner)
@@ -56,8 +57,10 @@ class OneSourceKind(ProgramKind[SourceVariant, S, R]):
         del memory, planned
         start = time.perf_counter()
         runner: R = self.runner_class(programs.shape, programs.compiled)
-        runner.warm_up(known={**programs.costs, **programs.kept_costs})
-        job.on_progress(ProgressEvent("warm-up", 1, 1, time.perf_counter() - start))
+        event = ProgressEvent("warm-up", 1, 1, 0.0)
+        with told(job.on_progress, event):
+            runner.warm_up(known={**programs.costs, **programs.kept_costs})
+        job.on_progress(replace(event, seconds=time.perf_counter() - start))
         return runner
 
     def kv_type(self, job: LoadJob[Any]) -> KVType:

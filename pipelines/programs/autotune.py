@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +24,7 @@ from staticllm.compiler_passes.lower import LoweredModel
 from staticllm.core import Part, ProgramLayout, Variant
 from staticllm.devices import kind, type_name
 from staticllm.pipelines.programs.dry_run import bound_request, random_feeds
+from staticllm.system.long_calls import attended
 
 GROUP_SIZE, PRECISION = "DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_HINT"
 LARGE_GROUP = 128
@@ -212,7 +214,8 @@ class Probe:
     def can_run(self, properties: Properties) -> bool:
         """Whether the device runs the matrices with these properties."""
         try:
-            self._request(properties).infer([np.zeros((1, 1, size), np.float32) for size in self._sizes])
+            zeros = [np.zeros((1, 1, size), np.float32) for size in self._sizes]
+            attended(partial(self._request(properties).infer, zeros))
         except RuntimeError:
             return False
         return True
@@ -237,7 +240,7 @@ class Probe:
         scratch = np.ones(CACHE_BYTES // 8 if is_cold else 0, np.int64)
         feeds = [random.standard_normal((1, num_rows, size)).astype(np.float32) for size in self._sizes]
         requests = [self._request(properties) for properties in candidates]
-        products = [[np.array(found) for found in request.infer(feeds).values()] for request in requests]
+        products = [_infer(request, feeds) for request in requests]
         first_alike = [next(i for i, other in enumerate(products) if _are_equal(other, found)) for found in products]
         if not any(first_alike):
             return [1.0] * len(candidates)
@@ -254,9 +257,13 @@ class Probe:
     def _request(self, properties: Properties) -> ov.InferRequest:
         key = repr(sorted(properties.items()))
         if key not in self._requests:
-            compiled = self._core.compile_model(self._model, self._device, dict(properties))
+            compiled = attended(partial(self._core.compile_model, self._model, self._device, dict(properties)))
             self._requests[key] = compiled.create_infer_request()
         return self._requests[key]
+
+
+def _infer(request: ov.InferRequest, feeds: list[NDArray[np.float32]]) -> list[NDArray[Any]]:
+    return [np.array(found) for found in attended(partial(request.infer, feeds)).values()]
 
 
 def _are_equal(one: Sequence[NDArray[np.generic]], other: Sequence[NDArray[np.generic]]) -> bool:
@@ -324,7 +331,7 @@ def layers_speedup(
     seconds = kept.times(question, len(programs)) if kept is not None else None
     if seconds is None:
         compiled = [
-            core.compile_model(part, device, dict(program.properties))
+            attended(partial(core.compile_model, part, device, dict(program.properties)))
             for part, program in zip(parts, programs, strict=True)
         ]
         seconds = _seconds_in_turns([_warm_request(each, variant) for each in compiled])
@@ -382,5 +389,5 @@ def _warm_request(compiled: ov.CompiledModel, variant: Variant) -> ProbeRequest:
     """Return a request that has run once at ``variant``, so that its weights are packed, and the memory that it reads."""
     feeds = random_feeds(compiled, variant)
     request = bound_request(compiled, feeds)
-    request.infer()
+    attended(request.infer)
     return request, feeds

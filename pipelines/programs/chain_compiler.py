@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import openvino as ov
@@ -16,6 +17,7 @@ from staticllm.errors import DeviceError, last_line
 from staticllm.kvcache.arena import Allocate
 from staticllm.pipelines.programs.chain import ChainPlan, CompiledChain, CompiledPart, HostPart, plan_chain
 from staticllm.pipelines.programs.weight_bank import WeightBank
+from staticllm.system.long_calls import LOOK_SECONDS, attended, checkpoint
 
 HOST_DEVICE = "CPU"
 HOST_PROPERTIES: Mapping[str, Any] = with_exact_f32(HOST_DEVICE, {"INFERENCE_PRECISION_HINT": "f32"})
@@ -123,6 +125,10 @@ class ChainCompiler:
         return PendingChain(plan_chain(chain, self.bank), tuple(parts))
 
     def _finished(self, pending: PendingChain) -> CompiledChain:
+        for part in pending.parts:
+            while not part.done():  # compiled on the threads of a pool
+                wait([part], LOOK_SECONDS)
+                checkpoint()
         return CompiledChain(pending.plan, [part.result() for part in pending.parts], self.bank)
 
 
@@ -134,5 +140,5 @@ def _is_compiled(part: Future[CompiledPart]) -> bool:
 def _run_now(function: Callable[..., CompiledPart], *arguments: Any) -> Future[CompiledPart]:
     """Call a function, and return its result like that of a thread."""
     done = Future[CompiledPart]()
-    done.set_result(function(*arguments))
+    done.set_result(attended(partial(function, *arguments)))
     return done

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +27,7 @@ from staticllm.core import (
 from staticllm.devices import default_mode, for_one_row, get_core
 from staticllm.pipelines.programs.chain import AnyProgram, CompiledChain
 from staticllm.pipelines.programs.chain_compiler import ChainCompiler, ChainSource, compile_model
+from staticllm.system.long_calls import attended, attended_each, told
 from staticllm.system.mapped_weights import MappedWeights
 
 V = TypeVar("V", bound=ProgramVariant)
@@ -38,6 +38,8 @@ S_co = TypeVar("S_co", covariant=True)
 V_contra = TypeVar("V_contra", bound=ProgramVariant, contravariant=True)
 StartWith = Literal["all programs", "one program"]
 """Programs compiled before a model serves, if its variants use two."""
+SECONDS_TO_HALF, SECONDS_PER_BYTE = 2.0, 3e-9
+"""What compiling takes until it is shown as half done: something, and more for large weights."""
 
 
 class Lowered(Protocol[V_contra, S_co]):
@@ -172,10 +174,12 @@ def compile_each(plan: CompilePlan[V, S], on_progress: OnProgress) -> Iterator[t
                 continue
             index = compiled_for.index(variant) + 1
             total = len(compiled_for)
-            on_progress(ProgressEvent("compile", index, total, 0.0, variant, is_done=False))
+            event = ProgressEvent("compile", index, total, 0.0, variant, is_done=False)
+            on_progress(event)
             start = time.perf_counter()
-            compiled = next(programs)
-            on_progress(ProgressEvent("compile", index, total, time.perf_counter() - start, variant))
+            with told(on_progress, event, SECONDS_TO_HALF + plan.weights.num_bytes * SECONDS_PER_BYTE):
+                compiled = next(programs)
+            on_progress(replace(event, seconds=time.perf_counter() - start, is_done=True))
             yield variant, compiled
 
 
@@ -194,26 +198,27 @@ def compile_programs(
     """Compile the variants in their order. In ``shared`` mode those of one group get the same compiled model.
 
     Shared programs are compiled in parallel, because each compilation uses one core. Raises ``DeviceError`` (the device refused a
-    program).
+    program) and ``ClosedError`` (the calling thread leaves).
     """
     if options.mode == "separate":
         for variant in variants:
             model = lowered.specialise(variant, is_static=default_mode(options.device) == "separate")
-            yield compile_model(core, model, options.device, options.program_group(variant).properties, str(variant))
+            properties = options.program_group(variant).properties
+            yield attended(partial(compile_model, core, model, options.device, properties, str(variant)))
         return
     groups = [options.program_group(variant) for variant in first_variants(variants, options)]
     models = [lowered.share(tuple(v for v in variants if options.program_group(v) == group)) for group in groups]
-    if len(groups) == 1:  # without a pool, which an interpreter that ends refuses to the thread in the background
-        program = compile_model(core, models[0], options.device, groups[0].properties, "the shared program")
-        yield from (program for _ in variants)
-        return
-    with ThreadPoolExecutor(len(groups)) as pool:
-        compiled = [
-            pool.submit(compile_model, core, model, options.device, group.properties, "the shared program")
-            for model, group in zip(models, groups, strict=True)
-        ]
+    calls = [
+        partial(compile_model, core, model, options.device, group.properties, "the shared program")
+        for model, group in zip(models, groups, strict=True)
+    ]
+    del models
+    with closing(attended_each(calls)) as running:
+        compiled: list[AnyProgram] = []
         for variant in variants:
-            yield compiled[groups.index(options.program_group(variant))].result()
+            while len(compiled) <= groups.index(options.program_group(variant)):
+                compiled.append(next(running))
+            yield compiled[groups.index(options.program_group(variant))]
 
 
 def first_variants(variants: Sequence[V], options: CompileOptions) -> list[V]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from staticllm.ports import (
     find_port,
     port_of,
 )
+from staticllm.system.long_calls import attended
 
 VALUE_SCALE = 0.5
 """Standard deviation of random KV slots and states, close to real ones."""
@@ -30,6 +32,10 @@ ADAPTER_SCALE = 0.02
 
 def run_apart(compiled: AnyProgram, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Run a program of any kind once in memory of its own; feeds and copied outputs are by port name. Raises ``RuntimeError``."""
+    return attended(partial(_run_apart, compiled, feeds))
+
+
+def _run_apart(compiled: AnyProgram, feeds: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     if isinstance(compiled, CompiledChain):
         return _run_chain(compiled, feeds)
     request = bound_request(compiled, feeds)

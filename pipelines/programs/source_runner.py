@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
@@ -17,6 +18,7 @@ from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.programs.bind import BoundRequest
 from staticllm.pipelines.programs.chain import AnyProgram
 from staticllm.ports import ALIGNMENT, INPUT_FEATURES, INPUT_IDS
+from staticllm.system.long_calls import attended
 
 Frames: TypeAlias = list[NDArray[Any]]
 """Keys and values of one source: per group of states ``[n, heads, source_len, head_dim]``."""
@@ -76,7 +78,8 @@ class OneSourceRunner(Generic[S]):
 
     @staticmethod
     def _seconds_of_blocks(program: BoundRequest) -> list[float]:
-        return [program.run_blocks(range(block, block + 1)) for block in range(program.num_blocks)]
+        blocks = (range(block, block + 1) for block in range(program.num_blocks))
+        return [attended(partial(program.run_blocks, block)) for block in blocks]
 
     def close(self) -> None:
         """Drop the program. Nothing can run afterwards."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.core import OnProgress, ProgressEvent, Variant
@@ -12,6 +13,7 @@ from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.programs.bind import BoundPrograms, HostMemory, Program, allocate, bind
 from staticllm.pipelines.programs.compile import DecoderPrograms
 from staticllm.pipelines.programs.model_runner import ModelRunner
+from staticllm.system.long_calls import attended, told
 
 FIRST_ROWS = (16, 1)
 """Rows of the calls that a shared program always runs, in order: a short prompt packs most of the weights."""
@@ -86,17 +88,19 @@ def warm_up(
     total = 0.0
     for index, variant in enumerate(chosen, 1):
         first = 0.0
+        event = ProgressEvent("warm-up", index, len(chosen), first, variant)
         key = id(bound.compiled(variant))
         is_needed = key not in packed or bound.is_static(variant) or _turn(variant) < len(FIRST_ROWS)
         if is_needed or total + costs(variant) < TOTAL_SECONDS:
             program = bound[variant]
-            first = program.run()
+            with told(on_progress, event):
+                first = attended(program.run)
             is_worth_it = first < QUICK_SECONDS or key not in packed  # a program's first run packs its weights
-            seconds = program.run() if is_worth_it else first
+            seconds = attended(program.run) if is_worth_it else first
             costs.update(variant, seconds)
             packed.add(key)
             total += first + seconds
-        on_progress(ProgressEvent("warm-up", index, len(chosen), first, variant))
+        on_progress(replace(event, seconds=first))
     return costs
 
 
@@ -106,8 +110,10 @@ def _first_runs(
     costs = CostModel({variant: seconds for variant, seconds in known_costs.items() if variant in bound})
     first = list({id(bound.compiled(variant)): variant for variant in reversed(list(bound))}.values())[::-1]
     for index, variant in enumerate(first, 1):
-        seconds = bound[variant].run()
-        on_progress(ProgressEvent("warm-up", index, len(first), seconds, variant))
+        event = ProgressEvent("warm-up", index, len(first), 0.0, variant)
+        with told(on_progress, event):
+            seconds = attended(bound[variant].run)
+        on_progress(replace(event, seconds=seconds))
     return costs
 
 

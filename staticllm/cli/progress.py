@@ -20,6 +20,7 @@ DELAY_SECONDS = 0.5
 """Work that takes less time than this shows no bar."""
 TICK_SECONDS = 0.25
 WITH_TOTAL = "{desc}: {n_fmt}/{total_fmt} {bar} {elapsed}"
+WITH_FRACTION = "{desc}: {percentage:.1f}% {bar} {elapsed}"
 WITHOUT_TOTAL = "{desc} … {elapsed}"
 STAGES = {
     "download": "downloading, MB", "convert": "converting the model once", "read": "reading the model",
@@ -37,16 +38,18 @@ class Progress:
         self._is_closed = False
         self._bar: tqdm[Any] | None = None
         self._text = text
-        self._num_done = 0
+        self._num_done = 0.0
         self._total = 0
 
     def __call__(self, event: ProgressEvent) -> None:
         """Show one part of loading a model; pass this object as ``on_progress``."""
-        if event.stage in STAGES:
+        if event.stage in STAGES and event.fraction:
+            self.show(STAGES[event.stage], event.fraction, 1)
+        elif event.stage in STAGES:
             self.show(STAGES[event.stage], event.index if event.is_done else event.index - 1, event.total)
 
-    def show(self, text: str, num_done: int = 0, total: int = 0) -> None:
-        """Show that ``num_done`` of ``total`` parts are done; without a total the line has a clock and no bar."""
+    def show(self, text: str, num_done: float = 0, total: int = 0) -> None:
+        """Show that ``num_done`` of ``total`` parts are done, or a fraction of one; else there is a clock alone."""
         with self._lock:
             self._text = text
             self._num_done = num_done
@@ -71,7 +74,8 @@ class Progress:
                 bar = tqdm(bar_format=WITHOUT_TOTAL, desc=self._text, leave=False, dynamic_ncols=True)
                 bar.start_t = self._start
                 self._bar = bar
-            bar.bar_format = WITH_TOTAL if self._total > 1 else WITHOUT_TOTAL
+            form = WITH_TOTAL if self._total > 1 else WITH_FRACTION if self._num_done else WITHOUT_TOTAL
+            bar.bar_format = form
             bar.total = self._total
             bar.n = self._num_done
             bar.set_description_str(self._text)

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from staticllm.core import ProgressEvent
 from staticllm.errors import ConfigError
 from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.server import catalog
@@ -230,14 +231,20 @@ def _health(state: ServerState) -> Response:
     loading = []
     for model in state.hub.loading:
         event = model.progress
-        progress = {} if event is None else {"stage": event.stage, "index": event.index, "total": event.total}
-        loading.append({"model": model.spec.name, **progress})
+        loading.append({"model": model.spec.name, **({} if event is None else _shown(event))})
     if state.lifecycle.is_stopping:
         return json_response({"status": "stopping"}, 503)
     is_ready = bool(state.hub.loaded) or not loading
     headers = {} if is_ready else {"Retry-After": "1"}
     body = {"status": "ok" if is_ready else "loading", "loading": loading}
     return json_response(body, 200 if is_ready else 503, headers)
+
+
+def _shown(event: ProgressEvent) -> dict[str, Any]:
+    return {
+        "stage": event.stage, "index": event.index, "total": event.total, "seconds": round(event.seconds, 3),
+        "fraction": round(event.fraction, 4),
+    }  # fmt: skip
 
 
 def _add_heads(app: FastAPI) -> None:

@@ -18,10 +18,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from filelock import Timeout
 
 from staticllm.children.answers import check
 from staticllm.children.child import Child, ChildLostError, last_words, python_command
@@ -32,6 +35,7 @@ from staticllm.sources.gguf_header import GGUFHeader, read_gguf_header
 from staticllm.system.cache_folder import user_cache
 from staticllm.system.file_lock import acquire
 from staticllm.system.files import open_regular, read_regular, whole_file, write_whole
+from staticllm.system.long_calls import LOOK_SECONDS, attended, checkpoint, told
 from staticllm.wire.file_stamp import stamp_of
 from staticllm.wire.messages import Kind, Message
 
@@ -57,6 +61,8 @@ _BITS = {
     "Q2_K": 8.0, "Q3_K": 6.0, "Q4_1": 6.0, "Q4_K": 6.0, "Q5_0": 8.5, "Q5_1": 10.0, "Q5_K": 10.0, "Q6_K": 10.0, "MXFP4": 9.0,
 }  # fmt: skip
 """Bits per number of a converted model, with scales and zero points; numbers of other types stay as large as they are."""
+SECONDS_TO_HALF, SECONDS_PER_BYTE = 3.0, 10e-9
+"""What converting takes until it is shown as half done: something, and more for large files."""
 _SPARE_BYTES = 64 << 20
 """What a converted model has beside its weights: vocabulary and graph."""
 
@@ -76,24 +82,40 @@ def converted(path: Path, on_progress: OnProgress = lambda event: None) -> Path:
             os.utime(folder / digest)
         return folder / digest
     begin = time.monotonic()
-    on_progress(ProgressEvent(STAGE, 1, 1, 0.0, is_done=False))
+    event = ProgressEvent(STAGE, 1, 1, 0.0, is_done=False)
+    on_progress(event)
     header = read_gguf_header(path)
     check_architecture(header)
     num_bytes = max(tensor.offset + tensor.num_bytes for tensor in header.tensors)
-    digest = _digest_of(path, num_bytes)
-    _check_unchanged(path, source)
-    if not _is_whole(folder / digest):
-        with _cache_errors(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            _check_room(path, folder, converted_size(header))
-            with acquire(folder / f"{digest}.lock"):
-                if not _is_whole(folder / digest):
-                    shutil.rmtree(folder / digest, ignore_errors=True)
-                    _convert(path, folder / digest, num_bytes, source)
+    with told(on_progress, event, SECONDS_TO_HALF + num_bytes * SECONDS_PER_BYTE):
+        digest = _digest_of(path, num_bytes)
+        _check_unchanged(path, source)
+        if not _is_whole(folder / digest):
+            with _cache_errors(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                _check_room(path, folder, converted_size(header))
+                with _locked(folder / f"{digest}.lock"):
+                    if not _is_whole(folder / digest):
+                        shutil.rmtree(folder / digest, ignore_errors=True)
+                        _convert(path, folder / digest, num_bytes, source)
     with suppress(OSError), whole_file(note) as file:
         file.write(f"{digest}\n{os.path.abspath(path)}".encode("utf-8", "surrogateescape"))  # noqa: PTH100 - links are not followed
     on_progress(ProgressEvent(STAGE, 1, 1, time.monotonic() - begin))
     return folder / digest
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file; what another process converts meanwhile may take long."""
+    while True:
+        checkpoint()
+        try:
+            lease = acquire(path, LOOK_SECONDS)
+        except Timeout:
+            continue
+        with lease:
+            yield
+        return
 
 
 @contextmanager
@@ -197,7 +219,7 @@ def given_as(directory: Path) -> str:
 def remove_converted(model: ConvertedModel) -> None:
     """Remove a model directory and its notes. Raises ``ModelError`` (it cannot be removed)."""
     folder = model.folder.parent
-    with _cache_errors(folder), acquire(folder / f"{model.folder.name}.lock"):
+    with _cache_errors(folder), _locked(folder / f"{model.folder.name}.lock"):
         for note in folder.glob("*.digest"):
             if _noted(note) == model.folder.name:
                 note.unlink(missing_ok=True)
@@ -219,6 +241,7 @@ def _file_digest(path: Path, num_bytes: int | None = None, before: bytes = b"") 
         while data := file.read(min(_CHUNK, left)):
             found.update(data)
             left -= len(data)
+            checkpoint()
     return found.hexdigest()[:_DIGEST_CHARS]
 
 
@@ -248,7 +271,8 @@ def _convert(path: Path, target: Path, num_bytes: int, source: _Source) -> None:
     a file system has no time of changes, and the digest alone one that was undone.
     """
     lock = target.with_name(f"{target.name}.child.lock")
-    acquire(lock).release()  # the child of a killed process may still write
+    with _locked(lock):  # the child of a killed process may still write
+        pass
     _remove_unfinished(target)
     scratch = target.with_name(f"{_UNFINISHED}{target.name}.{secrets.token_hex(4)}")
     scratch.mkdir()
@@ -311,7 +335,8 @@ def _run_child(path: Path, scratch: Path, lock: Path) -> None:
     body = {"path": str(path.absolute()), "target": str(scratch.absolute()), "lock": str(lock.absolute())}
     try:
         with Child(python_command(CHILD), has_pipes=True, errors=errors) as child:
-            answer = child.ask(Message(Kind.MODEL, body=body), MAX_SECONDS)
+            ask = partial(child.ask, Message(Kind.MODEL, body=body), MAX_SECONDS)
+            answer = attended(ask, on_leave=child.kill_all)
             check(answer)
             for note in answer.body.get(NOTES, ()):
                 warnings.warn(note, RuntimeWarning, stacklevel=2)

@@ -34,6 +34,11 @@ class MappedWeights:
         self._constant = max(constants, key=lambda node: int(node.get_byte_size()), default=None)
         self.addresses = None if self._constant is None else _mapping_at(int(self._constant.data.ctypes.data))
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that are mapped; 0 if none are."""
+        return 0 if self.addresses is None else self.addresses[1] - self.addresses[0]
+
     def release(self) -> bool:
         """Give up the pages that are in memory. Return whether that was possible. Linux only."""
         if self.addresses is None:

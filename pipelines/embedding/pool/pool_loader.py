@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -34,10 +35,15 @@ from staticllm.pipelines.embedding.queue.text_queue import TextQueue
 from staticllm.pipelines.embedding.windve.detector import Detection, UsedDevice, without_slow_cpu
 from staticllm.pipelines.embedding.windve.queue_depth import Estimate, Recalibration, read_estimates, write_estimates
 from staticllm.pipelines.engine.jobs import JobHost
+from staticllm.system.load_progress import LoadProgress
+from staticllm.system.long_calls import attended, told
 from staticllm.system.signal_stack import kept_signal_stack
 
 _WITHOUT_EFFECT = OPTIONS - {"programs"}
 """Options of caches and blobs: the depths that a command without them measured are good for a pipeline with them."""
+
+LOADING_APART = ProgressEvent("compile", 1, 1, 0.0)
+"""What is shown while worker processes load."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,8 @@ def load_instances(
                 )
                 tokenizer = loaded.tokenizer
         for worker in workers:
-            worker.wait_ready()
+            with told(on_progress, LOADING_APART):
+                attended(worker.wait_ready, on_leave=worker.interrupt)
         instances = tuple(found[name] for name in plan.names)
         shortest = min(instance.info.max_length for instance in instances)
         info = replace(instances[0].info, max_length=shortest)
@@ -119,12 +126,12 @@ def _with_threads(used: UsedDevice, choices: EncoderChoices) -> EncoderChoices:
 
 
 def load_pool(
-    directory: Path,
+    models_path: str | os.PathLike[str],
     device: str,
     choices: EncoderChoices,
     max_waiting: int,
     options: PoolOptions,
-    on_progress: OnProgress = lambda event: None,
+    on_progress: OnProgress | None = None,
     host: JobHost | None = None,
 ) -> tuple[ThreadDriver, LoadedInstances]:
     """Load an instance on each device, and put a queue manager before them; return what serves, and what it serves.
@@ -135,10 +142,12 @@ def load_pool(
     """
     begin = time.perf_counter()
     plan = plan_pool(device, choices, options)
+    shown = LoadProgress(on_progress, num_loads=len(plan.devices))
+    directory = check_model_dir(models_path, on_progress=shown)
 
     def tell(event: ProgressEvent) -> None:
         if event.stage != "ready":  # that of one instance; others may still load
-            on_progress(event)
+            shown(event)
 
     loaded = load_instances(directory, plan, tell, host)
     try:
@@ -151,7 +160,7 @@ def load_pool(
         pool = make_pool(
             kept, options.policy_name, options.limit_s, max_waiting, _estimates(directory, kept, choices, options)
         )
-        on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
+        shown.finish(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
     except BaseException:
         loaded.close()
         raise

@@ -10,10 +10,9 @@ from typing import get_args
 import openvino_genai as genai
 
 from staticllm.config import is_whole, one_of
-from staticllm.core import OnProgress, ProgressEvent
+from staticllm.core import OnProgress
 from staticllm.devices import DISTRIBUTING, get_core, is_present, named_devices
 from staticllm.errors import ConfigError, shown
-from staticllm.model_dir import check_model_dir
 from staticllm.pipelines.embedding.encoder_files import EncoderFiles
 from staticllm.pipelines.embedding.encoder_job import LoadedEncoder, load_encoder
 from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
@@ -24,6 +23,7 @@ from staticllm.pipelines.embedding.queue.drivers import JobDriver, QueueDriver
 from staticllm.pipelines.embedding.text_tokenizer import Overflow
 from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.engine.jobs import JobHost, checked_host
+from staticllm.system.load_progress import LoadProgress
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,6 @@ class Serving:
             raise ConfigError(
                 f"on_progress={shown(self.on_progress)}: must be a function of one ProgressEvent, or None"
             )
-
-    def tell(self, event: ProgressEvent) -> None:
-        """Report a part of loading."""
-        if self.on_progress is not None:
-            self.on_progress(event)
 
 
 @dataclass(frozen=True)
@@ -83,12 +78,11 @@ def serve_encoder(
     device = _actual(device)
     if not needs_pool(device, options):
         own = choices_by_device(choices, options, [device.upper()])[device.upper()]
-        loaded = load_encoder(models_path, device, own, serving.tell)
+        loaded = load_encoder(models_path, device, own, LoadProgress(serving.on_progress))
         return _serve_one(loaded, device.upper(), host, serving.max_waiting), loaded.tokenizer
     if host is not None and options.is_apart:
         raise ConfigError("SEPARATE_PROCESS with engine=: an engine runs in this process, leave one of them out")
-    directory = check_model_dir(models_path)
-    driver, found = load_pool(directory, device, choices, serving.max_waiting, options, serving.tell, host)
+    driver, found = load_pool(models_path, device, choices, serving.max_waiting, options, serving.on_progress, host)
     return ServedEncoder(found.info, found.files, driver, host, driver.close), found.tokenizer
 
 

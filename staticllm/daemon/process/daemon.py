@@ -26,12 +26,13 @@ from staticllm.daemon.models.language_model import LanguageModel, compile_langua
 from staticllm.daemon.models.plain import PlainModel
 from staticllm.daemon.models.sources import LanguageSource, ModelSource, SpeechSource
 from staticllm.daemon.models.speech_service import compile_speech_model
-from staticllm.daemon.models.table import Compile, ModelTable
+from staticllm.daemon.models.table import Compile, ModelTable, SharedModel
 from staticllm.daemon.packed.model import PackedModel
 from staticllm.daemon.sharing.devices import Devices, Timeline, is_virtual
 from staticllm.devices import check_device, get_core
-from staticllm.errors import BusyError, ConfigError
+from staticllm.errors import BusyError, ClosedError, ConfigError
 from staticllm.pipelines.artifacts.crashes import note_set
+from staticllm.system.long_calls import attended, unless
 from staticllm.system.threads import start_thread
 from staticllm.wire import endpoint
 from staticllm.wire.channel import Channel
@@ -58,8 +59,7 @@ class Daemon:
     ) -> None:
         self.limits = limits or default_limits()
         self.devices = Devices()
-        compile_ours = partial(compile_source, devices=self.devices, on_progress=self._note_progress)
-        self.models = ModelTable(compile_model or compile_ours, self.limits, self.devices.compiling)
+        self.models = ModelTable(compile_model or self._compile, self.limits, self.devices.compiling)
         self._folder = folder
         self._is_worker = is_worker
         self._sessions: dict[str, Session] = {}
@@ -178,8 +178,16 @@ class Daemon:
             "clients": clients, "memory": psutil.Process().memory_info().rss,
         }  # fmt: skip
 
+    def _compile(self, source: ModelSource | LanguageSource | SpeechSource, id: int) -> SharedModel:
+        """Compile the model of a client, until the daemon stops. Raises as ``compile_source``, and ``ClosedError``."""
+        compile_ours = partial(compile_source, source, id, self.devices, self._note_progress)
+        with unless(self._is_stopping.is_set, "the daemon is stopping"):
+            return attended(compile_ours, drop=lambda model: model.close())
+
     def _note_progress(self, event: ProgressEvent) -> None:
         """Note which blob set is used, for the process that started this one and counts its crashes."""
+        if self._is_stopping.is_set():
+            raise ClosedError("the daemon is stopping")
         if self._is_worker and event.stage == "import" and event.message:
             note_set(self._folder, event.message)
 

@@ -25,6 +25,7 @@ from staticllm.server.models.served import UNLOADED, Loaded, Loading, LoadPipeli
 from staticllm.server.models.tenants import TenantShares
 from staticllm.server.settings import ServerSettings, client_name
 from staticllm.server.telemetry import current_record
+from staticllm.system.long_calls import unless
 
 Result = TypeVar("Result")
 MIN_IDLE_CHECK, MAX_IDLE_CHECK = 0.05, 0.5
@@ -240,7 +241,7 @@ class ModelHub:
         )
         pipeline: Pipeline | None = None
         try:
-            pipeline = await self._in_process(model, load)
+            pipeline = await self._in_process(model, partial(self._until_closed, load))
             num_seqs = model.kind.num_seqs(pipeline, options.device)
             limits = AdmissionLimits.of(num_seqs, settings.max_per_client, settings.max_waiting)
         except BaseException:
@@ -257,7 +258,8 @@ class ModelHub:
         Raises ``ApiError`` (it needs more than the limit by itself, or the others are in use).
         """
         options = options_of(model.spec, self._settings)
-        needed = await self._in_thread(lambda: model.estimate(options.device, options.properties))
+        estimate = partial(model.estimate, options.device, options.properties)
+        needed = await self._in_thread(partial(self._until_closed, estimate))
         if needed > limit:
             raise ApiError(
                 400,
@@ -373,6 +375,11 @@ class ModelHub:
         self._thread.shutdown(wait=False)
         if errors:
             raise errors[0]
+
+    def _until_closed(self, work: Callable[[], Result]) -> Result:
+        """Do what takes long, on the thread that loads. Raises what that raises, and ``ClosedError`` (the server is stopping)."""
+        with unless(lambda: self._is_closed, "the server is stopping"):
+            return work()
 
     async def _in_process(self, model: ServedModel, load: Callable[[], Result]) -> Result:
         """Run what loads a model in another process, and once more if the process ends meanwhile."""

@@ -90,7 +90,7 @@ class Run {
     try {
       const { loading } = await getJson("health", { anyStatus: true, signal: this.controller.signal });
       const found = loading?.find((each) => each.model === this.conversation.model);
-      if (found) this.hint = { text: `Loading ${found.model}${found.stage ? `: ${found.stage},` : ""}`, done: found.index ?? 0, total: found.total ?? 0, unit: ` of ${found.total}` };
+      if (found) this.hint = { text: `Loading ${found.model}${found.stage ? `: ${found.stage},` : ""}`, done: Math.round((found.fraction ?? 0) * 1000) / 10, total: 100, unit: " %" };
       else if (this.hint?.unit) this.hint = null;
       this.onUpdate(this);
     } catch {

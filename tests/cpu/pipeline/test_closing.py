@@ -1,6 +1,7 @@
 """A pipeline that is closed gives everything back at once: its programs, memory, threads and files, without the collector."""
 
 import sys
+import time
 import zipfile
 from functools import partial
 
@@ -22,12 +23,13 @@ from staticllm import (
     demo_model_path,
     draft_model,
 )
+from staticllm.system.long_calls import wait_for_left
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts threads and files in /proc")
 
 
 def a_pipeline(**properties):
-    return StaticLLMPipeline(demo_model_path(), "CPU", **{**SHORT, **properties})
+    return StaticLLMPipeline(demo_model_path(), "CPU", **{**SHORT, "BACKGROUND_COMPILE": False, **properties})
 
 
 def ask(pipe):
@@ -104,6 +106,28 @@ def test_pipelines_with_other_programs_hold_nothing(properties):
             pipe.wait_until_complete()
 
     check_gives_back(open_and_close, open_and_close)
+
+
+def test_pipelines_that_are_closed_while_they_compile_hold_nothing():
+    """The compiler cannot be interrupted: it runs to its end alone, and its program is dropped."""
+
+    def open_and_close():
+        with a_pipeline(BACKGROUND_COMPILE=None) as pipe:
+            ask(pipe)
+
+    with no_collector():
+        for _ in range(3):
+            open_and_close()
+            assert not programs()
+            wait_for_left()
+        threads = num_threads()
+        for _ in range(3):
+            open_and_close()
+            wait_for_left()
+        end = time.monotonic() + 5
+        while num_threads() > threads and time.monotonic() < end:  # one that has ended is counted a moment longer
+            time.sleep(0.02)
+        assert num_threads() <= threads
 
 
 def test_pipelines_with_cached_or_exported_programs_hold_nothing(tmp_path):

@@ -142,11 +142,19 @@ def seen(pipe):
     return pipe.rerank("a fox", ["yes", "no", LONG, "what?", "the sun"])
 
 
+def are_alike(found, expected):
+    """Compare answers but for rounding: which texts share a call depends on measured times."""
+    return len(found) == len(expected) and all(
+        np.shape(one) == np.shape(other) and np.allclose(one, other, rtol=0, atol=1e-4)
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
 def is_changed(plain, kind, place, **options):
     """Return whether options change the answer, or what becomes of too much or too many."""
     with kind(place, "CPU", **F32, **options) as pipe:
         try:
-            return seen(pipe) != seen(plain)
+            return not are_alike(seen(pipe), seen(plain))
         except StaticLLMError:
             return True
 

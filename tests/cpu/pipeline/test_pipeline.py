@@ -306,5 +306,7 @@ def test_progress_is_reported_for_every_variant(zoo):
         assert [event.variant for event in mine] == variants
         assert [event.index for event in mine] == list(range(1, len(variants) + 1))
         assert all(event.total == len(variants) and event.seconds > 0 for event in mine)
-    announced = [event.variant for event in events if not event.is_done]
+    announced = [event.variant for event in events if not event.is_done and not event.seconds]
+    fractions = [event.fraction for event in events]
+    assert fractions == sorted(fractions) and fractions[-1] == 1 and events[-1].stage == "ready"
     assert announced == variants, "a compilation is announced before its minutes begin"

@@ -24,7 +24,7 @@ def test_an_error_of_the_callback_ends_the_programs_that_wait():
     options = SimpleNamespace(layout="blocks", mode="separate", device="CPU", program_group=lambda variant: group)
     plan = SimpleNamespace(
         options=options, variants=variants, lowered=SimpleNamespace(specialise=lambda variant: None),
-        chains=SimpleNamespace(compile_each=chains),
+        chains=SimpleNamespace(compile_each=chains), weights=SimpleNamespace(num_bytes=0),
     )  # fmt: skip
 
     def on_progress(event):

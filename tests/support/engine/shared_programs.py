@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +16,7 @@ from staticllm.pipelines.loading import decoder_kind, kind
 from staticllm.pipelines.programs import compile as compile_programs
 from staticllm.pipelines.programs import warm_up
 
+MAX_READ = 8  # models that were read and are not lowered yet: those of encoders never are, here
 MAX_GROUPS = 64  # of programs that stay compiled: each has some hundred memory maps, and a process has at most 65530
 
 
@@ -29,7 +30,7 @@ class SharedPrograms:
 
     def __init__(self, folders: list[Path]) -> None:
         self._folders = [folder.resolve() for folder in folders]
-        self._now = threading.local()  # the model that this thread has read but not lowered
+        self._read: dict[int, tuple[Any, Path, tuple]] = {}  # models that were read but not lowered, by their identity
         self._lowered: dict = {}
         self._names: dict = {}
         self._compiled: dict = {}
@@ -52,23 +53,23 @@ class SharedPrograms:
     def read_model(self, core, path, weights=None, decrypt=None, model_file=MODEL_XML):
         model = self._read_model(core, path, weights, decrypt, model_file)
         folder = Path(path).resolve()
-        is_usual = weights is None and decrypt is None and model_file == MODEL_XML and folder.is_dir()
-        self._now.model = model if is_usual else None
-        self._now.folder, self._now.name = folder, (digest_of(folder), "whole") if is_usual else ()
+        if weights is None and decrypt is None and model_file == MODEL_XML and folder.is_dir():
+            self._read[id(model)] = (model, folder, (digest_of(folder), "whole"))
+            while len(self._read) > MAX_READ:
+                self._read.pop(next(iter(self._read)), None)
         return model
 
     def keep_small_constants(self, model):
-        folder = self._now.folder
-        self._now.name = (str(folder), "for blobs")
-        if not any(folder.is_relative_to(known) for known in self._folders):
-            self._now.model = None
+        _, folder, _ = self._read.pop(id(model), (None, None, None))
+        if folder is not None and any(folder.is_relative_to(known) for known in self._folders):
+            self._read[id(model)] = (model, folder, (str(folder), "for blobs"))
         return self._keep_small_constants(model)
 
     def lower(self, model, options, passes):
-        if model is not getattr(self._now, "model", None):
+        _, _, of_model = self._read.pop(id(model), (None, None, None))
+        if of_model is None:
             return self._lower(model, options, passes)
-        self._now.model = None
-        name = (*self._now.name, options, passes)
+        name = (*of_model, options, passes)
         if name not in self._lowered:
             lowered = self._lowered[name] = self._lower(model, options, passes)
             self._names[id(lowered)] = name
