@@ -15,6 +15,7 @@ from staticllm.pipelines.engine.kv_manager import KVCacheManager
 from staticllm.pipelines.engine.sequence import SequenceState
 from staticllm.pipelines.engine.speculation.draft_check import DraftCheck
 from staticllm.pipelines.engine.speculation.draft_planner import DraftPlan, DraftPlanner, PlainCall
+from staticllm.pipelines.engine.state import AnswerState
 from staticllm.pipelines.profiling.records import HostTimes, StepRecord
 from staticllm.pipelines.programs.model_runner import Accept, Logits, ModelRunner
 from staticllm.pipelines.scheduling.interface import Plan, RequestStatus
@@ -172,7 +173,8 @@ class BatchBuilder:
         if not self._draft_planner.is_possible or self._quarantine.has_suspects:
             return batch
         decoding = [entry for entry in batch.entries if not entry.is_prefill]
-        answers = [each for entry in decoding if (each := entry.state.answer) is not None and each.drafts is not None]
+        states = [entry.state for entry in decoding]
+        answers = [state for state in states if isinstance(state, AnswerState) and state.drafts is not None]
         if not answers:
             return batch
         drafting = [answer.drafts for answer in answers if answer.drafts is not None]

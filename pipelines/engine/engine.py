@@ -162,7 +162,7 @@ class Engine:
             ClosedError: the engine was closed, or belongs to another process.
         """
         self.check_process()
-        vocab_size = self._core.vocab_size
+        vocab_size = self._core.serving.vocab_size
         grammar = prepare_grammar(request, vocab_size, self._text.grammars if self._text else None)
         decode = self._text.decode if self._text else None
         state = new_state(request, vocab_size, queue, processors, grammar, decode, self._core.clock)
@@ -546,7 +546,7 @@ class Engine:
             if self._next and not self._core.requests:
                 switch = self._next
                 self._next = None
-                self._core.install(switch.runner, switch.options)
+                self._core.serving.install(switch.runner, switch.options)
                 switch.on_switch()
             is_switching = self._next is not None
             while self._inbox and not self._next:

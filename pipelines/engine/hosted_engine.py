@@ -89,7 +89,7 @@ class HostedEngine(Engine):
             self._callbacks.run()
             self._core.end_expired()
             if self._core.requests:
-                return self._job_of(self._core.view())
+                return self._job_of(self._core.serving.view())
             self._core.step()  # without a call: it hands out what is left, and moves cached slots
         return None
 
@@ -102,7 +102,7 @@ class HostedEngine(Engine):
             self._last_end = self._core.clock()
             with self._lock:
                 self._wake.notify_all()  # ``close`` may wait for the last request
-            return sum(rows.count for rows in self._core.rows)
+            return sum(rows.count for rows in self._core.calls.rows)
         return 0
 
     def close(self, drain: bool = False) -> None:

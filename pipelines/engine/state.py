@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.random  # which numpy would import with the first request, when files may be scarce
@@ -25,9 +24,6 @@ from staticllm.pipelines.grammars.mask import ForcedTokens, GrammarMask
 from staticllm.pipelines.profiling.records import EngineProgress, RequestProgress, RequestRecord
 from staticllm.pipelines.programs.model_runner import ModelRunner, SegmentResult
 from staticllm.pipelines.scheduling.request_table import RequestInfo
-
-if TYPE_CHECKING:
-    from staticllm.pipelines.engine.engine_core import EngineCore
 
 
 @dataclass
@@ -75,11 +71,6 @@ class AnswerState(SequenceState):
         rng = np.random.default_rng(request.seed + index)
         masks = () if grammar_mask is None else (grammar_mask,)  # the last ones: no other allows what they forbid
         self._sampler = Sampler(request.sampling, [*processors, *more_processors, *masks], rng)
-
-    @property
-    def answer(self) -> AnswerState:
-        """The sequence itself."""
-        return self
 
     @property
     def can_bypass_arena(self) -> bool:
@@ -236,10 +227,6 @@ class RequestState(ActiveRequest):
     def progress(self) -> list[RequestProgress]:
         """Return how far the answers are that have not ended."""
         return [state.progress() for state in self.unfinished]
-
-    def admit(self, core: EngineCore) -> None:
-        """Begin in a core."""
-        core.device.kv_manager.add(self.sequences[0])
 
     def fork(self) -> list[AnswerState]:
         """Create the other answers and return them; called once, when the prompt of the first one has run."""
