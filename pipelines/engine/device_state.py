@@ -25,6 +25,16 @@ class DeviceState:
     draft_planner: DraftPlanner
     batches: BatchBuilder
 
+    @property
+    def is_offloading(self) -> bool:
+        """Whether cached slots are on their way to the host pool; a step moves them even without requests."""
+        return self.kv_manager.prefix.is_offloading
+
+    @property
+    def has_unknown_costs(self) -> bool:
+        """Whether some variant's cost is not measured and should be."""
+        return self.options.measure_costs and not self.runner.probe.is_done
+
     def replaced(self, runner: ModelRunner, options: EngineOptions, clock: Clock) -> DeviceState:
         """Return the state of another runner; it takes over the draft model, and idle sequences without their slots."""
         other = device_state(runner, options, clock, self.draft_planner)

@@ -500,10 +500,10 @@ class Engine:
         """Wait until there is something to do, and return it: a step, or after a rest a measurement. None at the end."""
         core = self._core
         with self._lock:
-            if self._is_needed or core.is_offloading:
+            if self._is_needed or core.device.is_offloading:
                 if core.wait_until is not None and not (self._has_news or self._is_closing):
                     self._wake.wait(max(0.0, core.wait_until - core.clock()))
-            elif not (self._has_rested and core.has_unknown_costs):
+            elif not (self._has_rested and core.device.has_unknown_costs):
                 self._has_rested = self._wait_through_rest()
             self._has_rested = self._has_rested and not self._is_needed
             if self._is_closing and not (self._is_draining and not self.is_idle):
@@ -512,7 +512,7 @@ class Engine:
 
     def _wait_through_rest(self) -> bool:
         """Wait for news, and return whether none came in the time of a rest. The caller holds the lock."""
-        if not self._core.has_unknown_costs:
+        if not self._core.device.has_unknown_costs:
             self._wake.wait()
             return False
         self._rests.begin()

@@ -17,7 +17,7 @@ from staticllm.pipelines.engine.call_runner import CallRunner
 from staticllm.pipelines.engine.chooser import Chooser
 from staticllm.pipelines.engine.client_sequences.feeds import Feeds
 from staticllm.pipelines.engine.device_state import DeviceState
-from staticllm.pipelines.engine.device_use import Demand, demand_of
+from staticllm.pipelines.engine.device_use import Demand, Rows, demand_of
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.sequence import SequenceState
 from staticllm.pipelines.engine.serving import Serving
@@ -79,21 +79,20 @@ class EngineCore:
         """For whom the next step uses the device."""
         return demand_of(self.requests.values(), self.jobs.asked)
 
+    @property
+    def rows(self) -> list[Rows]:
+        """As ``CallRunner.rows``."""
+        return self.calls.rows
+
+    def post(self) -> None:
+        """As ``CallRunner.post``."""
+        self.calls.post()
+
     def last_token_times(self) -> list[float]:
         """Return the moment of the last token of each running request, and of each client sequence that is expected back."""
         running = (info.last_token_time for info in self.device.table if info.status is RequestStatus.RUNNING)
         expected = self.device.kv_manager.idle.expected_since(self.clock())
         return [*expected, *(moment for moment in running if moment is not None)]
-
-    @property
-    def is_offloading(self) -> bool:
-        """Whether cached slots are on their way to the host pool; ``step`` moves them even without requests."""
-        return self.device.kv_manager.prefix.is_offloading
-
-    @property
-    def has_unknown_costs(self) -> bool:
-        """Whether ``measure_next`` has something to measure."""
-        return self.device.options.measure_costs and not self.device.runner.probe.is_done
 
     def measure_next(self, is_needed: Callable[[], bool]) -> None:
         """Measure the cost of one more variant, without a request; no further call begins once ``is_needed`` is true."""

@@ -65,7 +65,9 @@ class HostedEngine(Engine):
     @property
     def has_jobs(self) -> bool:
         """Whether there is something to do on the host's thread; found without a lock."""
-        return bool(self._has_news or self.num_requests or self._callbacks or self._next or self._core.is_offloading)
+        return bool(
+            self._has_news or self.num_requests or self._callbacks or self._next or self._core.device.is_offloading
+        )
 
     @property
     def wait_seconds(self) -> float:
@@ -102,7 +104,7 @@ class HostedEngine(Engine):
             self._last_end = self._core.clock()
             with self._lock:
                 self._wake.notify_all()  # ``close`` may wait for the last request
-            return sum(rows.count for rows in self._core.calls.rows)
+            return sum(rows.count for rows in self._core.rows)
         return 0
 
     def close(self, drain: bool = False) -> None:

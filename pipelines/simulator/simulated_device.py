@@ -177,7 +177,7 @@ class SimulatedDevice:
         self.clock.now = now
         self._runner.is_waking = now > self._idle_since
         self._admit(now)
-        while self.core.has_calls or self.core.is_offloading:
+        while self.core.has_calls or self.core.device.is_offloading:
             num_calls = self._num_calls
             self.core.step()
             self._clients.close_done()

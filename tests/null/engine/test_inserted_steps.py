@@ -58,10 +58,10 @@ class Beside:
     def run_prompt(self):
         """Run steps until the late prompt has its first token, and return how many tokens the others got meanwhile."""
         self.policy.is_on = True
-        self.engine._core.calls.post()
+        self.engine._core.post()
         trace = self.engine._core.profiler.trace = Trace()
         run_until(self.engine, lambda: self.late.num_generated or not self.late.unfinished, [self.late])
-        self.engine._core.calls.post()
+        self.engine._core.post()
         self.engine._core.profiler.trace = None
         self.steps = trace.steps
         return [request.num_generated - before for request, before in zip(self.decoding, self.before, strict=True)]
