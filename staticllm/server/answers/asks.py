@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from staticllm.pipelines.generation.options.table import SAMPLING, UNLIMITED, Api, http_fields
+from staticllm.pipelines.generation.options.table import SAMPLING, UNLIMITED, ZERO_SEED, Api, http_fields
 from staticllm.pipelines.scheduling.interface import PROACTIVE_PRIORITY
 from staticllm.server.http.errors import ApiError
 
@@ -199,7 +199,7 @@ def _chat(asked: AnswerFields) -> dict[str, Any]:
 
 def _seed(seed: int, index: int) -> int:
     """Return the seed of answer ``index``. A negative one is random, as in llamacpp; 0 is for the engine."""
-    return 0 if seed < 0 else (seed or 2**63) + index
+    return 0 if seed < 0 else (seed or ZERO_SEED) + index
 
 
 def _bias(given: Mapping[str, float]) -> dict[int, float]:
