@@ -48,6 +48,8 @@ class SpelledToken:
 
 CONTEXT = 8
 WINDOW = 64
+CONTINUATION, CONTINUES = 0xC0, 0x80
+"""The bits by which UTF-8 tells that a byte continues a character, and what they are then."""
 LEAST_LOGPROB = -9999.0
 """What OpenAI's API gives for tokens that are less likely; JSON has no infinite numbers."""
 
@@ -77,6 +79,8 @@ class Speller:
         is_whole = is_text(own)
         text = text if is_whole else self._decode([token])
         is_known = bool(own) or INCOMPLETE not in text
+        if own[:1] and own[0] & CONTINUATION != CONTINUES:  # it begins a character, so the one before is not completed
+            self._num_chars += len(self._characters.decode(b"", final=True))
         offset = self._num_chars
         spelled = text.encode() if is_whole else own
         self._num_chars += len(self._characters.decode(spelled))

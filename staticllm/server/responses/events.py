@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 from staticllm.pipelines.conversation.events import (
@@ -117,11 +119,11 @@ class EventMaker:
         assert opened is not None, "no item is open"
         opened.text += text
         event: StreamEvent = {"type": f"response.{_NAMES[opened.kind]}.delta", **self._place(opened), "delta": text}
-        tokens = self._tokens
-        self._tokens = []
-        if opened.kind != "message":
+        if opened.kind != "message":  # the tokens of a call that turns out to be none are those of a text
             return event
-        logprobs = [token.entry() for token in _last_tokens(tokens, len(text.encode()))]
+        first, end = _place_of(text, self._tokens)
+        logprobs = [token.entry() for token in self._tokens[first:end]]
+        self._tokens = self._tokens[end:]
         opened.logprobs += logprobs
         return {**event, "logprobs": logprobs}
 
@@ -149,13 +151,20 @@ class EventMaker:
         return place if opened.kind == "call" else {**place, "content_index": 0}
 
 
-def _last_tokens(tokens: Sequence[SpelledToken], num_bytes: int) -> Sequence[SpelledToken]:
-    """Return the last tokens, which make a text of so many bytes: those before are markers and layout."""
-    first = len(tokens)
-    while first and num_bytes > 0:
-        first -= 1
-        num_bytes -= len(tokens[first].bytes or b"")
-    return tokens[first:]
+def _place_of(text: str, tokens: Sequence[SpelledToken]) -> tuple[int, int]:
+    """Return the first of the tokens that make a text, and the place after the last; those around it are markers and layout.
+
+    A text that stands there several times is the last one: what a call is written with may be in its arguments as well.
+    """
+    spelled = [token.bytes or b"" for token in tokens]
+    wanted = text.encode()
+    end = b"".join(spelled).rfind(wanted) + len(wanted)
+    if end < len(wanted):  # a token has a part of it only, such as one with a space that begins the answer
+        end = sum(map(len, spelled))
+    begin = end - len(wanted)
+    ends = [*accumulate(map(len, spelled))]
+    first = bisect_right(ends, max(0, begin))
+    return min(first, len(tokens)), min(bisect_left(ends, end) + 1, len(tokens))
 
 
 _NAMES = {"message": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
