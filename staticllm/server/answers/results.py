@@ -70,8 +70,16 @@ class Speller:
         self._num_chars = 0
 
     def spell(self, delta: TextDelta) -> list[SpelledToken]:
-        """Return the tokens of an increment; none for those of the prompt, which have no log-probabilities."""
-        return [self._spelled(token, logprob) for token, logprob in zip(delta.tokens, delta.logprobs, strict=False)]
+        """Return the tokens of an increment; none for those of the prompt, which have no log-probabilities.
+
+        Of one that a stop string cut, they have the part that is in the text.
+        """
+        found = [self._spelled(token, logprob) for token, logprob in zip(delta.tokens, delta.logprobs, strict=False)]
+        cut = delta.cut
+        if cut is not None:
+            logprob = max(cut.logprob, LEAST_LOGPROB)
+            found.append(SpelledToken(cut.text, cut.text.encode(), self._num_chars, logprob))
+        return found
 
     def _spelled(self, token: int, logprob: float) -> SpelledToken:
         text = self._text_of(token)

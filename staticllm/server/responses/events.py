@@ -65,6 +65,8 @@ class EventMaker:
     def __init__(self, speller: Speller | None = None) -> None:
         self._speller = speller
         self._tokens: list[SpelledToken] = []  # that had no text yet
+        self._unspelled = ""  # of the open message: text whose tokens are held back, because they may begin a stop string
+        self._has_tokens = False  # whether the tokens of all text are there
         self.items: list[Item] = []
         self._open: _Open | None = None
         self._blank = ""
@@ -74,6 +76,7 @@ class EventMaker:
         """Yield the events of an increment."""
         if self._speller is not None:
             self._tokens += self._speller.spell(delta)
+            self._has_tokens = bool(delta.tokens) or delta.cut is not None
         for event in merged(delta.events):
             if isinstance(event, ContentDelta):
                 yield from self._text("message", event.text)
@@ -121,15 +124,24 @@ class EventMaker:
         event: StreamEvent = {"type": f"response.{_NAMES[opened.kind]}.delta", **self._place(opened), "delta": text}
         if opened.kind != "message":  # the tokens of a call that turns out to be none are those of a text
             return event
-        first, end = _place_of(text, self._tokens)
+        self._unspelled += text if self._speller is not None else ""
+        return {**event, "logprobs": self._taken_logprobs(opened) if self._has_tokens else []}
+
+    def _taken_logprobs(self, opened: _Open) -> list[dict[str, Any]]:
+        """Return the log-probabilities of the text that has none yet, as those of the open message."""
+        first, end = _place_of(self._unspelled, self._tokens)
         logprobs = [token.entry() for token in self._tokens[first:end]]
         self._tokens = self._tokens[end:]
+        self._unspelled = ""
         opened.logprobs += logprobs
-        return {**event, "logprobs": logprobs}
+        return logprobs
 
     def close(self, status: str) -> Iterator[StreamEvent]:
         """Yield the events that end the open item, if there is one."""
         opened = self._open
+        if opened is not None and self._unspelled:  # its last tokens came after its text
+            self._has_tokens = True
+            yield self._grow("")
         self._open = None
         if opened is None:
             return

@@ -48,8 +48,9 @@ def events_of(found):
     return [json.loads(line) for line in lines]
 
 
-def chat(client, prompt, is_streamed):
+def chat(client, prompt, is_streamed, **more):
     body = {
+        **more,
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": 400,
         "logprobs": True,
@@ -64,10 +65,9 @@ def chat(client, prompt, is_streamed):
     return choice["message"]["content"], [entry["bytes"] for entry in choice["logprobs"]["content"]]
 
 
-def completion(client, prompt, is_streamed):
-    found = client.post(
-        "/v1/completions", json={"prompt": prompt, "max_tokens": 400, "logprobs": 0, "stream": is_streamed}
-    )
+def completion(client, prompt, is_streamed, **more):
+    body = {**more, "prompt": prompt, "max_tokens": 400, "logprobs": 0, "stream": is_streamed}
+    found = client.post("/v1/completions", json=body)
     choices = [chunk["choices"][0] for chunk in (events_of(found) if is_streamed else [found.json()])]
     text = "".join(choice["text"] for choice in choices)
     logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
@@ -101,8 +101,8 @@ def response(client, prompt, is_streamed, **more):
     return "".join(part["text"] for part in parts), [entry["bytes"] for part in parts for entry in part["logprobs"]]
 
 
-def ollama(client, prompt, is_streamed):
-    body = {"model": "demo", "messages": [{"role": "user", "content": prompt}], "logprobs": True, "stream": is_streamed}
+def ollama(client, prompt, is_streamed, **more):
+    body = {"options": more, "model": "demo", "messages": [{"role": "user", "content": prompt}], "logprobs": True, "stream": is_streamed}
     found = client.post("/api/chat", json=body)
     objects = [json.loads(line) for line in found.text.split("\n") if line]
     text = "".join(each["message"]["content"] for each in objects)
@@ -153,6 +153,24 @@ def test_log_probabilities_beside_calls_are_those_of_the_text(client, written, w
     text, spelled = response(client, f"Q ANSWER:{written}", is_streamed, tools=tools)
     assert "".join(text.split()) == "".join(wanted.split())
     assert "".join(b"".join(map(bytes, spelled)).decode().split()) == "".join(wanted.split())
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("answer", [chat, completion, response, ollama])
+def test_bytes_of_tokens_make_the_text_where_a_stop_string_cuts_it(client, answer, is_streamed):
+    num_cut = 0
+    for seed in range(2 * NUM_TEXTS):
+        drawn = random.Random(seed)
+        text = "".join(drawn.choice(["naïve ", "🦊", "edded ", "wonderful ", "東京", "things, ", "before"]) for _ in range(6))
+        place = drawn.randrange(1, len(text))
+        stop = text[place : place + drawn.choice([1, 2, 4])]
+        wanted = text[: text.find(stop)] if stop.strip() else text
+        more = {"stop": stop} if stop.strip() else {}
+        found, spelled = answer(client, f"Q ANSWER:{text}", is_streamed, **more)
+        assert found.strip() == wanted.strip(), (seed, text, stop)
+        assert b"".join(map(bytes, spelled)).decode().strip() == wanted.strip(), (seed, text, stop)
+        num_cut += found != text
+    assert num_cut > NUM_TEXTS
 
 
 def test_pieces_of_tokens_that_are_no_text_are_their_bytes(client):
