@@ -26,7 +26,7 @@ from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, 
 
 @dataclass(frozen=True)
 class CutToken:
-    """A token that a stop string cut: it is none of the answer's, as in GenAI, but the answer's text ends with a part of its own."""
+    """A token that a stop string cut: as in GenAI it is none of the answer's, but the answer ends with a part of its text."""
 
     text: str
     logprob: float
@@ -36,8 +36,8 @@ class CutToken:
 class TextDelta:
     """One increment of an answer: confirmed tokens, the text that they add, and the events of that text if it is parsed.
 
-    ``logprobs`` has the log-probability of each token (as in ``Choice``); it is empty for the prompt (``echo``). ``cut``: the token
-    after them, if a stop string left a part of its text.
+    ``logprobs`` has the log-probability of each token (as in ``Choice``); it is empty for the prompt (``echo``). ``cut``: the
+    token after them, if a stop string left a part of its text.
     """
 
     tokens: list[int]

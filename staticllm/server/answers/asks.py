@@ -191,7 +191,11 @@ def _chat(asked: AnswerFields) -> dict[str, Any]:
     if asked.tools:
         if asked.parallel_tool_calls is not None:
             options["parallel_tool_calls"] = asked.parallel_tool_calls
-        return {**options, "tools": list(asked.tools), "tool_choice": asked.tool_choice or "auto"}
+        return {
+            **options,
+            "tools": list(asked.tools),
+            "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
+        }
     if asked.tool_choice not in (None, "none", "auto"):
         raise ApiError(400, "tool_choice without tools: pass the functions as tools", param="tool_choice")
     return {**options, "tool_choice": "none"}

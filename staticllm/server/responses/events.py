@@ -65,7 +65,7 @@ class EventMaker:
     def __init__(self, speller: Speller | None = None) -> None:
         self._speller = speller
         self._tokens: list[SpelledToken] = []  # that had no text yet
-        self._unspelled = ""  # of the open message: text whose tokens are held back, because they may begin a stop string
+        self._unspelled = ""  # text of the open message whose tokens are held back: they may begin a stop string
         self._has_tokens = False  # whether the tokens of all text are there
         self.items: list[Item] = []
         self._open: _Open | None = None

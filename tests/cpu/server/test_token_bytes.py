@@ -102,7 +102,8 @@ def response(client, prompt, is_streamed, **more):
 
 
 def ollama(client, prompt, is_streamed, **more):
-    body = {"options": more, "model": "demo", "messages": [{"role": "user", "content": prompt}], "logprobs": True, "stream": is_streamed}
+    body = {"options": more, "model": "demo", "messages": [{"role": "user", "content": prompt}]}
+    body |= {"logprobs": True, "stream": is_streamed}
     found = client.post("/api/chat", json=body)
     objects = [json.loads(line) for line in found.text.split("\n") if line]
     text = "".join(each["message"]["content"] for each in objects)
@@ -149,7 +150,9 @@ CALLED = [
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize(("written", "wanted"), CALLED)
 def test_log_probabilities_beside_calls_are_those_of_the_text(client, written, wanted, is_streamed):
-    tools = [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}]
+    tools = [
+        {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    ]
     text, spelled = response(client, f"Q ANSWER:{written}", is_streamed, tools=tools)
     assert "".join(text.split()) == "".join(wanted.split())
     assert "".join(b"".join(map(bytes, spelled)).decode().split()) == "".join(wanted.split())
@@ -161,7 +164,9 @@ def test_bytes_of_tokens_make_the_text_where_a_stop_string_cuts_it(client, answe
     num_cut = 0
     for seed in range(2 * NUM_TEXTS):
         drawn = random.Random(seed)
-        text = "".join(drawn.choice(["naïve ", "🦊", "edded ", "wonderful ", "東京", "things, ", "before"]) for _ in range(6))
+        text = "".join(
+            drawn.choice(["naïve ", "🦊", "edded ", "wonderful ", "東京", "things, ", "before"]) for _ in range(6)
+        )
         place = drawn.randrange(1, len(text))
         stop = text[place : place + drawn.choice([1, 2, 4])]
         wanted = text[: text.find(stop)] if stop.strip() else text

@@ -194,8 +194,10 @@ def test_options_of_a_file_are_refused_like_those_of_the_command_line(tmp_path):
 
 
 SAME = [
-    ["bench", "--max-prompt-len", "64", "-p", "max_prompt_len=32"], ["inspect", "--min-response-len", "64", "-p", "MIN_RESPONSE_LEN=32"],
-    ["inspect", "--programs", "shared", "-p", "PROGRAMS=separate"], ["inspect", "--precision", "f32", "-p", "INFERENCE_PRECISION_HINT=f16"],
+    ["bench", "--max-prompt-len", "64", "-p", "max_prompt_len=32"],
+    ["inspect", "--min-response-len", "64", "-p", "MIN_RESPONSE_LEN=32"],
+    ["inspect", "--programs", "shared", "-p", "PROGRAMS=separate"],
+    ["inspect", "--precision", "f32", "-p", "INFERENCE_PRECISION_HINT=f16"],
     ["inspect", "--kv-precision", "u8", "-p", "KV_CACHE_PRECISION=f16"],
     ["trace", "record", "-o", "trace.json", "--scheduler", "fcfs", "-p", "SCHEDULER=dynamic"],
 ]  # fmt: skip
