@@ -52,7 +52,7 @@ def _take_message(source: Source, output: Output) -> Steps[None]:
         source.mark()
         yield from source.skip_space()
         for end in ENDS:
-            if (yield from source.skip(end)):
+            if (yield from source.skip_end(end)):
                 break
     else:
         source.since_mark()

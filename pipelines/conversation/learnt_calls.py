@@ -210,7 +210,7 @@ def take_learnt_calls(
 def _skip_tokens(source: Source, tokens: list[str]) -> Steps[None]:
     for token in tokens:
         yield from source.skip_space()
-        yield from source.skip(token)
+        yield from source.skip_end(token)
 
 
 def _take_lead(source: Source, tokens: list[str]) -> Steps[str]:
@@ -291,7 +291,8 @@ def _take_end(source: Source, tokens: list[str], has_json: bool) -> Steps[None]:
     """Take the text after a call. Only its first piece must come, and after JSON not even that at the end of the text."""
     if not tokens or (has_json and not (yield from source.skip_space())):
         return
-    yield from _take_tokens(source, tokens[:1])
+    if not (has_json and (yield from source.skip_end(tokens[0]))):
+        yield from _take_tokens(source, tokens[:1])
     yield from _skip_tokens(source, tokens[1:])
 
 

@@ -179,7 +179,7 @@ class MessageParser:
         while (yield from self._block(begin, layout)):
             yield from source.skip_space()
             if not (yield from source.skip(begin)):
-                yield from source.skip(end)
+                yield from source.skip_end(end)
                 return
             output.open_block()
             layout = begin
@@ -192,7 +192,7 @@ class MessageParser:
             self._source.since_mark()
             yield from self._source.skip_space()
             if self._format.call[1]:
-                yield from self._source.skip(self._format.call[1])
+                yield from self._source.skip_end(self._format.call[1])
             self._output.close_block()
             return True
         except MalformedError:

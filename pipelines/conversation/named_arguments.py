@@ -34,7 +34,7 @@ def take_fenced_calls(source: Source, output: Output) -> Steps[None]:
         yield from source.skip_space()
         yield from take_python_call(source, output)
         after = yield from source.skip_space()
-        if is_fenced and (yield from source.skip(FENCE)):
+        if is_fenced and (yield from source.skip_end(FENCE)):
             return
         if after in ("", "<") and not is_fenced:
             return

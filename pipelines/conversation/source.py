@@ -106,6 +106,18 @@ class Source:
         self._place += len(literal)
         return True
 
+    def skip_end(self, literal: str) -> Steps[bool]:
+        """Take ``literal``, which closes something, if it comes next, or the part of it with which the text is cut off.
+
+        Return whether either does: a limit of tokens or a stop string may fall into it, and what it closes is complete.
+        """
+        if (yield from self.skip(literal)):
+            return True
+        rest = self._text[self._place :]
+        is_cut = self._is_over and bool(rest) and literal.startswith(rest)
+        self._place += len(rest) if is_cut else 0
+        return is_cut
+
     def expect(self, literal: str) -> Steps[None]:
         """Take ``literal``. Raises MalformedError: something else comes next."""
         if not (yield from self.skip(literal)):

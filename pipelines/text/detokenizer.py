@@ -32,6 +32,7 @@ class IncrementalDetokenizer:
         self._window: list[int] = []
         self._window_text = 0  # characters of the window's text that are in ``text``
         self._sent = 0
+        self._is_unfinished = False
         self.text = ""
         self.is_stopped = False
 
@@ -40,6 +41,7 @@ class IncrementalDetokenizer:
         self._window.append(token)
         decoded = self._decode(self._window)
         unfinished = len(decoded) - len(decoded.rstrip(INCOMPLETE))
+        self._is_unfinished = unfinished > 0
         return self._extend(decoded[: len(decoded) - min(unfinished, MAX_UNFINISHED)])
 
     def finish(self) -> str:
@@ -52,8 +54,8 @@ class IncrementalDetokenizer:
 
     @property
     def is_holding(self) -> bool:
-        """Whether text is held back because it may begin a stop string."""
-        return self._sent < len(self.text)
+        """Whether text is held back because it may begin a stop string, also a character that is not complete yet."""
+        return self._sent < len(self.text) or (self._is_unfinished and bool(self._stops) and not self.is_stopped)
 
     def _extend(self, decoded: str) -> str:
         self._add(decoded[self._window_text :])

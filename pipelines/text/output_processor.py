@@ -25,16 +25,26 @@ from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, 
 
 
 @dataclass(frozen=True)
+class CutToken:
+    """A token that a stop string cut: as in GenAI it is none of the answer's, but the answer ends with a part of its text."""
+
+    text: str
+    logprob: float
+
+
+@dataclass(frozen=True)
 class TextDelta:
     """One increment of an answer: confirmed tokens, the text that they add, and the events of that text if it is parsed.
 
-    ``logprobs`` has the log-probability of each token (as in ``Choice``); it is empty for the prompt (``echo``).
+    ``logprobs`` has the log-probability of each token (as in ``Choice``); it is empty for the prompt (``echo``). ``cut``: the
+    token after them, if a stop string left a part of its text.
     """
 
     tokens: list[int]
     text: str
     events: list[Event] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    cut: CutToken | None = None
 
     def __add__(self, other: TextDelta) -> TextDelta:
         return joined([self, other])
@@ -47,7 +57,8 @@ def joined(deltas: Sequence[TextDelta]) -> TextDelta:
     tokens = [token for delta in deltas for token in delta.tokens]
     events = [event for delta in deltas for event in delta.events]
     logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
-    return TextDelta(tokens, "".join([delta.text for delta in deltas]), events, logprobs)
+    cut = next((delta.cut for delta in deltas if delta.cut is not None), None)
+    return TextDelta(tokens, "".join([delta.text for delta in deltas]), events, logprobs, cut)
 
 
 @dataclass(frozen=True)
@@ -144,6 +155,7 @@ class OutputProcessor:
         self._received: list[TokenOutput] = []
         self._tokens: list[int] = []  # of the answer: a stop string cuts off those after it
         self._unsent: list[int] = []
+        self._cut: CutToken | None = None  # the token that a stop string cut, until it is sent
         self._undecoded: list[int] = []
 
     @cached_property
@@ -192,7 +204,9 @@ class OutputProcessor:
         self._unsent = []
         first = len(self._tokens) - len(tokens)
         logprobs = [token.logprob for token in self._received[first : first + len(tokens)]]
-        return TextDelta(tokens, text, events, logprobs)
+        cut = self._cut
+        self._cut = None
+        return TextDelta(tokens, text, events, logprobs, cut)
 
     def _parse(self, text: str) -> list[Event]:
         """Parse a piece of the text, and return its events."""
@@ -260,6 +274,9 @@ class OutputProcessor:
         while len(tokens) > sent and len(self._decode(tokens)) > len(text):
             tokens.pop()
         self._unsent = tokens[sent:]
+        kept = self._decode(tokens)
+        if len(tokens) < len(self._received) and len(kept) < len(text):
+            self._cut = CutToken(text[len(kept) :], self._received[len(tokens)].logprob)
 
     def _metrics(self, compile_times: CompileTimes | None) -> PerfMetrics:
         """Return GenAI's metrics of this answer; the prompt is counted with the first answer of a request."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from staticllm.cli.options import Number, Whole, options_of, value
 from staticllm.cli.server_client import ServerClient
+from staticllm.pipelines.generation.options.table import ZERO_SEED
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
@@ -125,6 +126,8 @@ class LocalBackend:
 def generation_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of ``generate`` for those of ``staticllm run``."""
     generation = {row.option: options[row.name] for row in SAMPLING if options[row.name] is not None}
+    if generation.get("rng_seed") == 0:  # a seed like others, as over HTTP
+        generation["rng_seed"] = ZERO_SEED
     if generation.get("temperature") == 0:  # greedy as everywhere else, also if the model's own config samples
         generation = {"do_sample": False}
     elif generation:

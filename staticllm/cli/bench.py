@@ -30,6 +30,7 @@ from staticllm.cli.options import (
     profiling,
     read_config,
     read_properties,
+    refuse,
     value,
 )
 from staticllm.cli.progress import Progress, progress
@@ -371,6 +372,8 @@ REPORTS = {
     "where": report_where,
 }  # fmt: skip
 """The options that print a report instead of speeds."""
+OF_SPEEDS = ("n_prompt", "n_gen", "n_depth", "clients", "repetitions", "profile")
+"""The options that say which speeds are measured; ``--where`` has some of them."""
 GROUPS = {"Reports instead of speeds": tuple(REPORTS), "Output": ("output", "as_json", "profile"), **PROGRAM_GROUP}
 
 
@@ -407,6 +410,8 @@ def command(model: str, **options: Any) -> None:
         raise click.UsageError("--n-turn is for --where: add it, or leave --n-turn out")
     if asked and options["output"] == "csv":
         raise click.UsageError(f"--{asked[0]} prints a table or JSON: leave -o csv out")
+    if asked and asked != ["where"]:
+        refuse(OF_SPEEDS, f"is for speeds, and --{asked[0]} prints a report instead")
     if asked:
         report = REPORTS[asked[0]](model, options)
         is_json = options["as_json"] or options["output"] == "json"

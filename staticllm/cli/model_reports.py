@@ -20,6 +20,7 @@ from staticllm.cli.options import (
     layout_options,
     model_argument,
     read_properties,
+    refuse,
     value,
 )
 from staticllm.cli.plan_embed import EMBED_GROUP, embed_options
@@ -144,6 +145,8 @@ def verify(ctx: click.Context, model: str, device: str, programs: str, precision
     With --precision f16, print how far a decoder's probabilities in f16 diverge from those in f32 (KL), over texts that it writes
     itself: on --device if it computes f16, else emulated on the CPU with the programs of that device, which need not be here.
     """
+    if precision == "f16":
+        refuse(("programs",), "is for --precision f32, and f16 is compared with the programs of the device")
     verdicts: list[Any] = []
     with progress("comparing with the original") as shown:
         for verdict in _verdicts(model, device, programs, precision, shown):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from staticllm.cli.options import value
+from staticllm.cli.options import refuse, value
 from staticllm.cli.signals import unwound_at_signals
 from staticllm.errors import ConfigError
 
@@ -29,8 +29,9 @@ def platform_options(command: F) -> F:
 
 
 def check_platform(platform: str | None, device: str, is_verified: bool = False) -> None:
-    """Check that the options fit together. Raises ``ConfigError``."""
+    """Check that the options fit together. Raises ``ConfigError`` and ``UsageError``."""
     if platform is None:
+        refuse(("compiler",), "is for --platform")
         return
     if device.upper() != "NPU":
         raise ConfigError(f"--platform {platform} is of an NPU, and the device is {device!r}: give --device NPU")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 
 from staticllm.cli.model_arguments import folder_of, model_and_texts, one_model
 from staticllm.config import PROGRAMS, StaticLLMConfig
@@ -56,6 +57,19 @@ def value(names: str, kind: Any, text: str, default: Any = None, **more: Any) ->
 def flag(names: str, text: str) -> Callable[[Command], Command]:
     """Return the decorator for an option without a value. ``names`` are separated by blanks."""
     return click.option(*names.split(), is_flag=True, help=text)
+
+
+def refuse(names: Iterable[str], because: str) -> None:
+    """Check that none of these options of the current command was given, by their names with underscores.
+
+    Raises ``UsageError`` (one was, and would be ignored). ``because`` follows its flag, and says what it goes with.
+    """
+    context = click.get_current_context()
+    for parameter in context.command.params:
+        is_given = context.get_parameter_source(parameter.name or "") is not ParameterSource.DEFAULT
+        if parameter.name in names and parameter.expose_value and is_given:
+            flag = max(parameter.opts, key=len)
+            raise click.UsageError(f"{flag} {because}: it has no effect here, so leave it out")
 
 
 def options_of(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -155,7 +169,19 @@ def read_properties(options: dict[str, Any]) -> dict[str, Any]:
         "kv_precision": "KV_CACHE_PRECISION",
     }
     properties = {name: options[key] for key, name in names.items() if options[key] is not None}
-    return {**properties, **property_values(options["properties"])}
+    return with_properties(properties, names, options["properties"])
+
+
+def with_properties(found: Mapping[str, Any], flags: Mapping[str, str], pairs: list[tuple[str, str]]) -> dict[str, Any]:
+    """Return the properties of flags and of ``-p`` options. ``flags``: the property of each flag, with underscores.
+
+    Raises ``UsageError`` (one of them is given by its flag and by ``-p``, of which one would be ignored).
+    """
+    for name, _ in pairs:
+        key = next((key for key, own in flags.items() if own.upper() == name.upper() and own in found), None)
+        if key is not None:
+            raise click.UsageError(f"--{key.replace('_', '-')} and -p {name} are the same: leave one of them out")
+    return {**found, **property_values(pairs)}
 
 
 def property_values(pairs: list[tuple[str, str]]) -> dict[str, Any]:
@@ -190,12 +216,9 @@ def encoder_model(command: Command) -> Command:
 
 def encoder_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """Return the keywords of a pipeline for these options."""
-    found = dict(property_values(options["properties"]))
-    if options["precision"] is not None:
-        found["INFERENCE_PRECISION_HINT"] = options["precision"]
-    if options["max_length"] is not None:
-        found["max_length"] = options["max_length"]
-    return {"device": options["device"], **found}
+    names = {"precision": "INFERENCE_PRECISION_HINT", "max_length": "max_length"}
+    found = {name: options[key] for key, name in names.items() if options[key] is not None}
+    return {"device": options["device"], **with_properties(found, names, options["properties"])}
 
 
 def check_lengths(flag: str, prompt: int, answer: int, properties: dict[str, Any]) -> None:

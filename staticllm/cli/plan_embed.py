@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 from click.core import ParameterSource
 
-from staticllm.cli.options import Number
+from staticllm.cli.options import Number, with_properties
 from staticllm.cli.progress import progress
 from staticllm.errors import ConfigError
 
@@ -83,9 +83,9 @@ def _measure(own: dict[str, Any], options: dict[str, Any]) -> None:
             raise click.UsageError(f"--{name} has no meaning with --measured: leave one of them out")
     if options["model"] is None:
         raise click.UsageError("--embed --measured: give the directory of the encoder whose queues are measured")
-    properties: dict[str, object] = dict(options["properties"])
-    if options["precision"]:
-        properties["INFERENCE_PRECISION_HINT"] = options["precision"]
+    names = {"precision": "INFERENCE_PRECISION_HINT"}
+    given = {name: options[key] for key, name in names.items() if options[key]}
+    properties = with_properties(given, names, options["properties"])
     path = None if own["estimates"] is None else Path(own["estimates"])
     limit_s = own["limit_s"] or 1.0
     with progress("loading the model") as shown:

@@ -142,7 +142,7 @@ def _respond(backend: Backend, prompt: str | None, options: dict[str, Any]) -> N
         answer = backend.answer(prompt, options["system"], write)
     if options["as_json"]:
         click.echo(json.dumps(answer.as_dict()))
-        return
-    click.echo()
+    else:
+        click.echo()
     if options["stats"]:
         click.echo(answer.stats(), err=True)

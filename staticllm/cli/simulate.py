@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from staticllm.cli.grouped_command import GroupedCommand, option_file
-from staticllm.cli.options import Number, flag, model_option, value
+from staticllm.cli.options import Number, flag, model_option, refuse, value
 from staticllm.cli.progress import progress
 from staticllm.config import StaticLLMConfig, schedulers
 
@@ -51,6 +51,13 @@ RARE = {
 }  # fmt: skip
 
 
+OF_REQUESTS = ("requests", "arrivals", "rate", "prompt", "output", "answers", "beams", "seed")
+"""Options that make requests, which ``--trace`` reads."""
+OF_COSTS = ("weights_ms", "row_ms", "attention_us", "programs")
+"""Options of the formula that gives the costs without ``--costs``."""
+OF_LINKS = ("transfer_ms", "slot_bytes", "bandwidth")
+VALIDATED = {"policies", "requests", "rate", "seed", "model", "device", "as_json", "validate", "save_costs"}
+"""The options that ``--validate`` reads; its workloads, costs and limits are those of the engine."""
 POSITIVE = Number(0, 1e9, min_open=True)
 COUNT = click.IntRange(1)
 
@@ -130,11 +137,33 @@ def command(**options: Any) -> None:
     """
     if options["plot"] and options["validate"]:
         raise click.UsageError("--plot draws simulated runs: leave out --validate")
+    _check_ignored(options)
     options["policies"] = list(dict.fromkeys(options["policies"])) or ["dynamic", "fcfs"]
     if options["validate"]:
         _validate(options)
     else:
         _simulate(options)
+
+
+def _check_ignored(options: dict[str, Any]) -> None:
+    """Raise a ``UsageError`` if an option was given that another one leaves without an effect."""
+    if options["validate"]:
+        known = {str(each.name) for each in click.get_current_context().command.params}
+        refuse(known - VALIDATED, "is for simulated runs, and --validate compares the engine's own")
+        return
+    refuse(("model", "device"), "is for --validate")
+    if options["trace"]:
+        refuse(OF_REQUESTS, "is for requests that are drawn, and --trace reads them")
+    elif options["arrivals"] == "burst":
+        refuse(("rate",), "is for arrivals one after another, and a burst arrives at once")
+    if options["costs"]:
+        refuse(OF_COSTS, "is for runs without --costs")
+    if not (options["costs"] or "").startswith("npu-"):
+        refuse(("call_us",), "is for --costs npu-4000 and npu-4000-int4")
+    if options["draft_tokens"] is None:
+        refuse(("accept", "draft_ms"), "is for --draft-tokens")
+    if not options["disaggregate"]:
+        refuse(OF_LINKS, "is for --disaggregate")
 
 
 def _simulate(options: dict[str, Any]) -> None:

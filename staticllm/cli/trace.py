@@ -21,6 +21,7 @@ from staticllm.cli.options import (
     model_option,
     read_properties,
     value,
+    with_properties,
 )
 from staticllm.cli.progress import Progress, progress
 from staticllm.config import StaticLLMConfig, schedulers
@@ -79,7 +80,8 @@ def _properties(options: dict[str, Any]) -> dict[str, Any]:
         **read_properties(options),
     }
     if options["scheduler"] is not None:
-        properties["SCHEDULER"] = options["scheduler"]
+        own = {"SCHEDULER": options["scheduler"]}
+        properties |= with_properties(own, {"scheduler": "SCHEDULER"}, options["properties"])
     return properties
 
 

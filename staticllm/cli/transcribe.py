@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from staticllm.cli.grouped_command import GroupedCommand
-from staticllm.cli.options import DEVICE_HELP, flag, property_option, property_values, value
+from staticllm.cli.options import DEVICE_HELP, flag, property_option, value, with_properties
 from staticllm.cli.progress import Progress, progress
 from staticllm.cli.terminal import printable
 from staticllm.errors import ConfigError, PromptError, StaticLLMError
@@ -132,7 +132,8 @@ def _loaded(model: str, options: dict[str, Any], num_files: int, shown: Progress
     from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline
 
     given = {name.upper(): options[name] for name in FALL_BACK if options[name] is not None}
-    properties = with_fall_back({**property_values(options["properties"]), **given})
+    flags = {name: name.upper() for name in FALL_BACK}
+    properties = with_fall_back(with_properties(given, flags, options["properties"]))
     has_one = num_files == 1 and options["parallel_windows"] is None
     if has_one and not {"MAX_WINDOWS", "BLOB_PATH"} & {name.upper() for name in properties}:
         properties["MAX_WINDOWS"] = 1

@@ -206,7 +206,8 @@ def tool_options(given: Mapping[str, Any]) -> ToolOptions:
         )
     names = [str(function_of(tool)["name"]) for tool in tools]
     choice, name = _tool_choice(given.get("tool_choice", "auto"), names)
-    return ToolOptions(tuple(tools), choice, name, parse, dict(context), parallel is not False)
+    is_parallel = parallel is None or bool(parallel)  # 0 is False, too
+    return ToolOptions(tuple(tools), choice, name, None if parse is None else bool(parse), dict(context), is_parallel)
 
 
 def _tool_choice(value: object, names: Sequence[str]) -> tuple[str, str]:
@@ -214,7 +215,8 @@ def _tool_choice(value: object, names: Sequence[str]) -> tuple[str, str]:
         return str(value or "auto"), ""
     wanted = value.get("function") if isinstance(value, Mapping) else None
     name = wanted.get("name") if isinstance(wanted, Mapping) else None
-    if value != "required" and not isinstance(name, str):
+    is_other = isinstance(value, Mapping) and value.get("type", "function") != "function"
+    if value != "required" and (is_other or not isinstance(name, str)):
         raise GenerationConfigError(
             f"tool_choice={shown(value)}: must be 'auto', 'none', 'required' or "
             "{'type': 'function', 'function': {'name': …}}"

@@ -19,6 +19,8 @@ Edge: TypeAlias = Literal["", "least", "most"]
 TokenSequences: TypeAlias = tuple[tuple[int, ...], ...]
 UNLIMITED = 2**64 - 1
 MAX_BEAMS = 64
+ZERO_SEED = 2**63
+"""The seed of the engine for a request over HTTP, or of the command line, whose seed is 0: GenAI's 0 is a random one."""
 
 
 @dataclass(frozen=True)

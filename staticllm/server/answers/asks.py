@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from staticllm.pipelines.generation.options.table import SAMPLING, UNLIMITED, Api, http_fields
+from staticllm.pipelines.generation.options.table import SAMPLING, UNLIMITED, ZERO_SEED, Api, http_fields
 from staticllm.pipelines.scheduling.interface import PROACTIVE_PRIORITY
 from staticllm.server.http.errors import ApiError
 
@@ -191,7 +191,11 @@ def _chat(asked: AnswerFields) -> dict[str, Any]:
     if asked.tools:
         if asked.parallel_tool_calls is not None:
             options["parallel_tool_calls"] = asked.parallel_tool_calls
-        return {**options, "tools": list(asked.tools), "tool_choice": asked.tool_choice or "auto"}
+        return {
+            **options,
+            "tools": list(asked.tools),
+            "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
+        }
     if asked.tool_choice not in (None, "none", "auto"):
         raise ApiError(400, "tool_choice without tools: pass the functions as tools", param="tool_choice")
     return {**options, "tool_choice": "none"}
@@ -199,7 +203,7 @@ def _chat(asked: AnswerFields) -> dict[str, Any]:
 
 def _seed(seed: int, index: int) -> int:
     """Return the seed of answer ``index``. A negative one is random, as in llamacpp; 0 is for the engine."""
-    return 0 if seed < 0 else (seed or 2**63) + index
+    return 0 if seed < 0 else (seed or ZERO_SEED) + index
 
 
 def _bias(given: Mapping[str, float]) -> dict[int, float]:

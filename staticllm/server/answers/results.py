@@ -48,6 +48,8 @@ class SpelledToken:
 
 CONTEXT = 8
 WINDOW = 64
+CONTINUATION, CONTINUES = 0xC0, 0x80
+"""The bits by which UTF-8 tells that a byte continues a character, and what they are then."""
 LEAST_LOGPROB = -9999.0
 """What OpenAI's API gives for tokens that are less likely; JSON has no infinite numbers."""
 
@@ -68,8 +70,16 @@ class Speller:
         self._num_chars = 0
 
     def spell(self, delta: TextDelta) -> list[SpelledToken]:
-        """Return the tokens of an increment; none for those of the prompt, which have no log-probabilities."""
-        return [self._spelled(token, logprob) for token, logprob in zip(delta.tokens, delta.logprobs, strict=False)]
+        """Return the tokens of an increment; none for those of the prompt, which have no log-probabilities.
+
+        Of one that a stop string cut, they have the part that is in the text.
+        """
+        found = [self._spelled(token, logprob) for token, logprob in zip(delta.tokens, delta.logprobs, strict=False)]
+        cut = delta.cut
+        if cut is not None:
+            logprob = max(cut.logprob, LEAST_LOGPROB)
+            found.append(SpelledToken(cut.text, cut.text.encode(), self._num_chars, logprob))
+        return found
 
     def _spelled(self, token: int, logprob: float) -> SpelledToken:
         text = self._text_of(token)
@@ -77,6 +87,8 @@ class Speller:
         is_whole = is_text(own)
         text = text if is_whole else self._decode([token])
         is_known = bool(own) or INCOMPLETE not in text
+        if own[:1] and own[0] & CONTINUATION != CONTINUES:  # it begins a character, so the one before is not completed
+            self._num_chars += len(self._characters.decode(b"", final=True))
         offset = self._num_chars
         spelled = text.encode() if is_whole else own
         self._num_chars += len(self._characters.decode(spelled))

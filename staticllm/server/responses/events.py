@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 from staticllm.pipelines.conversation.events import (
@@ -63,6 +65,8 @@ class EventMaker:
     def __init__(self, speller: Speller | None = None) -> None:
         self._speller = speller
         self._tokens: list[SpelledToken] = []  # that had no text yet
+        self._unspelled = ""  # text of the open message whose tokens are held back: they may begin a stop string
+        self._has_tokens = False  # whether the tokens of all text are there
         self.items: list[Item] = []
         self._open: _Open | None = None
         self._blank = ""
@@ -72,6 +76,7 @@ class EventMaker:
         """Yield the events of an increment."""
         if self._speller is not None:
             self._tokens += self._speller.spell(delta)
+            self._has_tokens = bool(delta.tokens) or delta.cut is not None
         for event in merged(delta.events):
             if isinstance(event, ContentDelta):
                 yield from self._text("message", event.text)
@@ -117,17 +122,26 @@ class EventMaker:
         assert opened is not None, "no item is open"
         opened.text += text
         event: StreamEvent = {"type": f"response.{_NAMES[opened.kind]}.delta", **self._place(opened), "delta": text}
-        tokens = self._tokens
-        self._tokens = []
-        if opened.kind != "message":
+        if opened.kind != "message":  # the tokens of a call that turns out to be none are those of a text
             return event
-        logprobs = [token.entry() for token in _last_tokens(tokens, len(text.encode()))]
+        self._unspelled += text if self._speller is not None else ""
+        return {**event, "logprobs": self._taken_logprobs(opened) if self._has_tokens else []}
+
+    def _taken_logprobs(self, opened: _Open) -> list[dict[str, Any]]:
+        """Return the log-probabilities of the text that has none yet, as those of the open message."""
+        first, end = _place_of(self._unspelled, self._tokens)
+        logprobs = [token.entry() for token in self._tokens[first:end]]
+        self._tokens = self._tokens[end:]
+        self._unspelled = ""
         opened.logprobs += logprobs
-        return {**event, "logprobs": logprobs}
+        return logprobs
 
     def close(self, status: str) -> Iterator[StreamEvent]:
         """Yield the events that end the open item, if there is one."""
         opened = self._open
+        if opened is not None and self._unspelled:  # its last tokens came after its text
+            self._has_tokens = True
+            yield self._grow("")
         self._open = None
         if opened is None:
             return
@@ -149,13 +163,20 @@ class EventMaker:
         return place if opened.kind == "call" else {**place, "content_index": 0}
 
 
-def _last_tokens(tokens: Sequence[SpelledToken], num_bytes: int) -> Sequence[SpelledToken]:
-    """Return the last tokens, which make a text of so many bytes: those before are markers and layout."""
-    first = len(tokens)
-    while first and num_bytes > 0:
-        first -= 1
-        num_bytes -= len(tokens[first].bytes or b"")
-    return tokens[first:]
+def _place_of(text: str, tokens: Sequence[SpelledToken]) -> tuple[int, int]:
+    """Return the first of the tokens that make a text, and the place after the last; those around it are markers and layout.
+
+    A text that stands there several times is the last one: what a call is written with may be in its arguments as well.
+    """
+    spelled = [token.bytes or b"" for token in tokens]
+    wanted = text.encode()
+    end = b"".join(spelled).rfind(wanted) + len(wanted)
+    if end < len(wanted):  # a token has a part of it only, such as one with a space that begins the answer
+        end = sum(map(len, spelled))
+    begin = end - len(wanted)
+    ends = [*accumulate(map(len, spelled))]
+    first = bisect_right(ends, max(0, begin))
+    return min(first, len(tokens)), min(bisect_left(ends, end) + 1, len(tokens))
 
 
 _NAMES = {"message": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}

@@ -25,6 +25,8 @@ _PAGE = [
     {"name": "after", "in": "query", "schema": {"type": "string"}},
     {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": 100}},
 ]
+_INCLUDE = ("include", "include[]")
+"""Without effect: what is remembered is all that the answer had."""
 Query = Mapping[str, str]
 Find = Callable[[ResponseStore, str, str, Query], dict[str, Any]]
 
@@ -68,17 +70,30 @@ def _answer(state: ServerState, store: ResponseStore, find: Find) -> Answer:
     return bodiless(state, run)
 
 
-def _get(store: ResponseStore, id: str, owner: str, _: Query) -> dict[str, Any]:
+def _check(query: Query, *known: str) -> None:
+    """Raise ``ApiError`` if a query has a parameter that would be ignored."""
+    for name in query:
+        if name not in known:
+            shown = name[:200]
+            raise ApiError(400, f"Unknown parameter: {shown!r}", param=shown, code="unknown_parameter")
+
+
+def _get(store: ResponseStore, id: str, owner: str, query: Query) -> dict[str, Any]:
+    _check(query, *_INCLUDE, "stream")
+    if query.get("stream", "false").lower() not in ("false", "0", ""):
+        raise _invalid("stream", "an answer that is remembered is returned as a whole, so leave it out")
     return store.get(id, owner).response
 
 
-def _delete(store: ResponseStore, id: str, owner: str, _: Query) -> dict[str, Any]:
+def _delete(store: ResponseStore, id: str, owner: str, query: Query) -> dict[str, Any]:
+    _check(query)
     store.remove(id, owner)
     return {"id": id, "object": "response", "deleted": True}
 
 
 def _input_items(store: ResponseStore, id: str, owner: str, query: Query) -> dict[str, Any]:
     """Return the page of items that the query asks for: by default all, the newest first, as OpenAI lists them."""
+    _check(query, *_INCLUDE, *(str(each["name"]) for each in _PAGE))
     items = store.get(id, owner).items
     order = query.get("order", "desc")
     after = query.get("after")

@@ -15,13 +15,15 @@ from staticllm.pipelines.profiling.trace import Trace
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
-SMALL = ["--max-prompt-len", "64", "--min-response-len", "64", "-r", "1"]
+SMALL = ["--max-prompt-len", "64", "--min-response-len", "64"]
+REPORTS = {"--costs", "--nodes", "--divergence", "--calibration"}
 
 
 @pytest.fixture
 def bench(zoo):
     def bench(*arguments):
-        result = CliRunner().invoke(cli, ["bench", "-m", str(zoo / "llama"), *SMALL, *arguments])
+        runs = [] if REPORTS & {*arguments} else ["-r", "1"]
+        result = CliRunner().invoke(cli, ["bench", "-m", str(zoo / "llama"), *SMALL, *runs, *arguments])
         assert result.exit_code == 0, result.output
         return result
 

@@ -125,10 +125,12 @@ def test_without_a_temperature_the_models_own_config_decides_and_zero_is_greedy_
 
 
 def test_run_can_print_json(llama, staticllm):
-    report = json.loads(staticllm("run", "hello", "-m", llama, "-n", 5, "--json").stdout)
+    done = staticllm("run", "hello", "-m", llama, "-n", 5, "--json", "--stats")
+    report = json.loads(done.stdout)
     assert report["generated_tokens"] == 5
     assert report["finish_reason"] == "length"
     assert report["text"]
+    assert "5 generated (length)" in done.stderr
 
 
 def test_the_embedded_model_is_the_default(staticllm):

@@ -140,6 +140,23 @@ def test_input_items_are_listed_in_pages(served, client):
         assert found.json()["error"]["param"] == query.partition("=")[0]
 
 
+def test_a_query_that_would_be_ignored_is_refused(served, client):
+    """A client that asks for a stream of what is remembered would wait for events."""
+    made = client.responses.create(model="demo", input="Once", max_output_tokens=2)
+    url = f"{served.url}/v1/responses/{made.id}"
+    for path, name in (
+        ("?stream=true", "stream"), ("?starting_after=2", "starting_after"), ("?x=1", "x"), ("/input_items?before=y", "before"),
+        ("/input_items?offset=1&limit=1", "offset"),
+    ):  # fmt: skip
+        found = httpx.get(url + path, timeout=60)
+        assert (found.status_code, found.json()["error"]["param"]) == (400, name), path
+    assert httpx.delete(f"{url}?x=1", timeout=60).json()["error"]["param"] == "x"
+    with pytest.raises(openai.BadRequestError, match="returned as a whole"):
+        client.responses.retrieve(made.id, stream=True)
+    assert client.responses.retrieve(made.id, include=["message.output_text.logprobs"]).id == made.id
+    assert httpx.get(f"{url}?stream=false", timeout=60).json()["id"] == made.id
+
+
 def test_a_schema_is_kept(client):
     schema = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 9}}, "required": ["a"],
               "additionalProperties": False}  # fmt: skip

@@ -17,7 +17,10 @@ from staticllm.testing import fake_pipeline
 
 NUM_TEXTS = 12
 RANGES = ((0x1F300, 0x1F6FF), (0x4E00, 0x4F00), (0x20, 0x7E), (0x300, 0x33F), (0x400, 0x44F), (0x1F1E6, 0x1F1FF))
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{# <think> </think> #}"
+TEMPLATE = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    '{# <tool_call>{"name": "f", "arguments": {}}</tool_call> <think> </think> #}'
+)
 
 
 def random_text(seed):
@@ -45,8 +48,9 @@ def events_of(found):
     return [json.loads(line) for line in lines]
 
 
-def chat(client, prompt, is_streamed):
+def chat(client, prompt, is_streamed, **more):
     body = {
+        **more,
         "messages": [{"role": "user", "content": prompt}],
         "max_tokens": 400,
         "logprobs": True,
@@ -61,10 +65,9 @@ def chat(client, prompt, is_streamed):
     return choice["message"]["content"], [entry["bytes"] for entry in choice["logprobs"]["content"]]
 
 
-def completion(client, prompt, is_streamed):
-    found = client.post(
-        "/v1/completions", json={"prompt": prompt, "max_tokens": 400, "logprobs": 0, "stream": is_streamed}
-    )
+def completion(client, prompt, is_streamed, **more):
+    body = {**more, "prompt": prompt, "max_tokens": 400, "logprobs": 0, "stream": is_streamed}
+    found = client.post("/v1/completions", json=body)
     choices = [chunk["choices"][0] for chunk in (events_of(found) if is_streamed else [found.json()])]
     text = "".join(choice["text"] for choice in choices)
     logprobs = [choice["logprobs"] for choice in choices if choice["logprobs"] is not None]
@@ -80,8 +83,9 @@ def completion(client, prompt, is_streamed):
     return text, spelled
 
 
-def response(client, prompt, is_streamed):
+def response(client, prompt, is_streamed, **more):
     body = {
+        **more,
         "input": prompt,
         "max_output_tokens": 400,
         "include": ["message.output_text.logprobs"],
@@ -90,16 +94,16 @@ def response(client, prompt, is_streamed):
     found = client.post("/v1/responses", json=body)
     if is_streamed:
         deltas = [event for event in events_of(found) if event["type"] == "response.output_text.delta"]
-        assert len(deltas) > 1
         return "".join(each["delta"] for each in deltas), [
             entry["bytes"] for each in deltas for entry in each["logprobs"]
         ]
-    part = found.json()["output"][-1]["content"][0]
-    return part["text"], [entry["bytes"] for entry in part["logprobs"]]
+    parts = [item["content"][0] for item in found.json()["output"] if item["type"] == "message"]
+    return "".join(part["text"] for part in parts), [entry["bytes"] for part in parts for entry in part["logprobs"]]
 
 
-def ollama(client, prompt, is_streamed):
-    body = {"model": "demo", "messages": [{"role": "user", "content": prompt}], "logprobs": True, "stream": is_streamed}
+def ollama(client, prompt, is_streamed, **more):
+    body = {"options": more, "model": "demo", "messages": [{"role": "user", "content": prompt}]}
+    body |= {"logprobs": True, "stream": is_streamed}
     found = client.post("/api/chat", json=body)
     objects = [json.loads(line) for line in found.text.split("\n") if line]
     text = "".join(each["message"]["content"] for each in objects)
@@ -128,6 +132,50 @@ def test_log_probabilities_of_responses_are_those_of_the_text(client):
         text, spelled = response(client, prompt, is_streamed)
         assert text == "naïve 🦊"
         assert b"".join(map(bytes, spelled)) == text.encode()
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+BROKEN = '<tool_call>{"name": "f", "arguments": {"a": 🦊, oh no</tool_call>'
+CALLED = [
+    (BROKEN, BROKEN),
+    (f"See: {CALL}", "See:"),
+    (f"See, 🦊: {CALL} {BROKEN} and so", f"See, 🦊:{BROKEN} and so"),
+    (f"<think>See: f</think>\n\nSee: f\n{CALL}\n", "See: f"),
+    (f"{CALL} {BROKEN[:40]}", BROKEN[:40]),
+    (f"{CALL}{BROKEN}{CALL} bye", f"{BROKEN}bye"),
+]
+"""Answers with calls, and the text beside them."""
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(("written", "wanted"), CALLED)
+def test_log_probabilities_beside_calls_are_those_of_the_text(client, written, wanted, is_streamed):
+    tools = [
+        {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+    ]
+    text, spelled = response(client, f"Q ANSWER:{written}", is_streamed, tools=tools)
+    assert "".join(text.split()) == "".join(wanted.split())
+    assert "".join(b"".join(map(bytes, spelled)).decode().split()) == "".join(wanted.split())
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("answer", [chat, completion, response, ollama])
+def test_bytes_of_tokens_make_the_text_where_a_stop_string_cuts_it(client, answer, is_streamed):
+    num_cut = 0
+    for seed in range(2 * NUM_TEXTS):
+        drawn = random.Random(seed)
+        text = "".join(
+            drawn.choice(["naïve ", "🦊", "edded ", "wonderful ", "東京", "things, ", "before"]) for _ in range(6)
+        )
+        place = drawn.randrange(1, len(text))
+        stop = text[place : place + drawn.choice([1, 2, 4])]
+        wanted = text[: text.find(stop)] if stop.strip() else text
+        more = {"stop": stop} if stop.strip() else {}
+        found, spelled = answer(client, f"Q ANSWER:{text}", is_streamed, **more)
+        assert found.strip() == wanted.strip(), (seed, text, stop)
+        assert b"".join(map(bytes, spelled)).decode().strip() == wanted.strip(), (seed, text, stop)
+        num_cut += found != text
+    assert num_cut > NUM_TEXTS
 
 
 def test_pieces_of_tokens_that_are_no_text_are_their_bytes(client):
@@ -167,3 +215,15 @@ def test_tokens_are_spelled_as_their_answers_have_them():
         for token in found:
             assert token.offset == len(before.decode(errors="ignore"))
             before += token.bytes or b""
+
+
+def test_offsets_count_characters_that_were_never_completed():
+    """Their places in the text are taken: it has a mark there."""
+    for seed in range(300):
+        drawn = random.Random(seed)
+        ids = [drawn.choice([2, 3, 4, 6, 7, 8 + 0xF0, 8 + 0x9F, 8 + 0x98, 8 + 0x80, 8 + 0xC3]) for _ in range(12)]
+        found = Speller(decode_pieces, PIECE_BYTES).spell(TextDelta(ids, "", logprobs=[0.0] * len(ids)))
+        text = b"".join(token.bytes for token in found).decode(errors="replace")
+        for token in found:
+            if token.is_text:
+                assert text[token.offset :].startswith(token.text), (seed, text, token)

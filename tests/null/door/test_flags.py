@@ -13,6 +13,7 @@ from importlib import import_module
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from staticllm.cli import cli
 from staticllm.cli.backends import SAMPLING, ServerBackend, generation_of
@@ -134,3 +135,76 @@ def test_each_sampling_flag_changes_what_is_asked():
         assert generation_of(options)[row.option] == 1
         assert ServerBackend(None, None, options)._body[row.field] == 1
         assert generation_of(options) != generation_of(plain)
+
+
+def test_a_seed_of_0_is_a_seed_like_others_here_and_at_a_server():
+    asks = pytest.importorskip("staticllm.server.answers.asks", exc_type=ImportError)
+    plain = dict.fromkeys([row.name for row in SAMPLING]) | {"raw": False, "max_new_tokens": 5}
+    given = generation_of({**plain, "seed": 0, "temperature": 1.0})["rng_seed"]
+    assert given == asks.options_of(asks.AnswerFields(numbers={"rng_seed": 0}))["rng_seed"] != 0
+
+
+IGNORED = [
+    *(["simulate", "--trace", "trace.csv", name, value] for name, value in (
+        ("-n", "3"), ("--arrivals", "uniform"), ("--rate", "1"), ("--prompt", "9"), ("--output", "9"), ("--answers", "2"),
+        ("--beams", "2"), ("--seed", "1"),
+    )),
+    *(["simulate", "--validate", name, value] for name, value in (
+        ("--arrivals", "burst"), ("--prompt", "9"), ("--output", "9"), ("--answers", "2"), ("--beams", "2"),
+        ("--draft-tokens", "2"), ("--trace", "trace.csv"), ("--devices", "2"), ("--disaggregate", "1x1"), ("--max-num-seqs", "2"),
+        ("--concurrency", "2"), ("--kv-slots", "99"), ("--host-kv-slots", "9"), ("--ttft-ms", "9"), ("--tpot-ms", "9"),
+        ("--gap-ms", "9"), ("--programs", "separate"), ("--costs", "costs.json"), ("--blocks", "2"), ("--weights-ms", "2"),
+        ("--row-ms", "2"), ("--attention-us", "2"), ("--host-ms", "2"), ("--swap-us", "2"), ("--job-ms", "2"),
+        ("--call-us", "2"), ("--dispatch", "two_choices"),
+    )),
+    *(["simulate", "--costs", "npu-4000", name, value] for name, value in (
+        ("--weights-ms", "2"), ("--row-ms", "2"), ("--attention-us", "2"), ("--programs", "separate"),
+    )),
+    ["simulate", "--call-us", "2"], ["simulate", "--costs", "costs.json", "--call-us", "2"], ["simulate", "-m", "folder"],
+    ["simulate", "--device", "CPU"], ["simulate", "--accept", "0.5"], ["simulate", "--draft-ms", "2"],
+    ["simulate", "--transfer-ms", "2"], ["simulate", "--slot-bytes", "2"], ["simulate", "--bandwidth", "2"],
+    ["simulate", "--arrivals", "burst", "--rate", "2"],
+    *(["bench", f"--{report}", name, value] for report in ("costs", "calibration", "divergence", "nodes") for name, value in (
+        ("--n-prompt", "9"), ("-n", "9"), ("-d", "9"), ("-c", "2"), ("-r", "2"), ("--profile", "trace.json"),
+    )),
+    *([name, "--compiler", "local"] for name in ("compile", "inspect", "plan")),
+    ["verify", "--precision", "f16", "--programs", "shared"],
+]  # fmt: skip
+"""The last flag of each has no effect beside the others, or without another one."""
+
+
+def refusal(arguments):
+    found = CliRunner().invoke(cli, arguments)
+    assert (found.exit_code, found.stdout) == (2, ""), found.output
+    return found.output.splitlines()[-1]
+
+
+@pytest.mark.parametrize("arguments", IGNORED, ids=" ".join)
+def test_a_flag_that_another_one_leaves_without_effect_is_refused(arguments):
+    place = max(index for index, each in enumerate(arguments) if each.startswith("-"))
+    command = COMMANDS[arguments[0]]
+    names = next(each.opts for each in command.params if arguments[place] in each.opts)
+    assert refusal(arguments).startswith(f"Error: {max(names, key=len)} is for "), arguments
+
+
+def test_options_of_a_file_are_refused_like_those_of_the_command_line(tmp_path):
+    file = tmp_path / "options.json"
+    file.write_text('{"rate": 2}')
+    assert "--rate is for arrivals" in refusal(["simulate", "--arrivals", "burst", "--options", str(file)])
+
+
+SAME = [
+    ["bench", "--max-prompt-len", "64", "-p", "max_prompt_len=32"],
+    ["inspect", "--min-response-len", "64", "-p", "MIN_RESPONSE_LEN=32"],
+    ["inspect", "--programs", "shared", "-p", "PROGRAMS=separate"],
+    ["inspect", "--precision", "f32", "-p", "INFERENCE_PRECISION_HINT=f16"],
+    ["inspect", "--kv-precision", "u8", "-p", "KV_CACHE_PRECISION=f16"],
+    ["trace", "record", "-o", "trace.json", "--scheduler", "fcfs", "-p", "SCHEDULER=dynamic"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", SAME, ids=" ".join)
+def test_a_property_that_is_given_by_its_flag_as_well_is_refused(arguments):
+    flags = [each for each in arguments if each.startswith("--")]
+    name = arguments[-1].partition("=")[0]
+    assert refusal(arguments) == f"Error: {flags[-1]} and -p {name} are the same: leave one of them out"

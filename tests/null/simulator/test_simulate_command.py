@@ -49,7 +49,6 @@ def test_saved_costs_give_the_same_figures(tmp_path):
         (["--weights-ms", "-1"], 2, "--weights-ms -1: must be 0 or more"),
         (["--max-num-seqs", "0"], 2, "'--max-num-seqs': 0"),
         (["--kv-slots", "3"], 1, "KV_SLOTS=3: one sequence can have"),
-        (["--trace", "nowhere.csv"], 1, "nowhere.csv"),
         (["--plot", "x.png", "--validate"], 2, "--plot draws simulated runs: leave out --validate"),
         (["--disaggregate", "1x1", "--host-kv-slots", "4"], 1, "HOST_KV_SLOTS is 4: raise it"),
     ],
@@ -60,6 +59,13 @@ def test_a_mistake_is_reported_in_one_line(arguments, code, said):
     error = result.output.splitlines()[-1]
     assert error.startswith("Error: ")
     assert said in error
+
+
+def test_a_trace_that_is_not_there_is_named():
+    result = CliRunner().invoke(cli, ["simulate", "--trace", "nowhere.csv"])
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1].startswith("Error: ")
+    assert "nowhere.csv" in result.output
 
 
 def test_a_plot_without_matplotlib_names_the_package_to_install(monkeypatch, tmp_path):

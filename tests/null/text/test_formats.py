@@ -185,3 +185,10 @@ def test_calls_that_a_required_one_allows_behind_it_are_read(format, with_option
 def test_a_template_without_a_known_format_cannot_require_a_call():
     with pytest.raises(GenerationConfigError, match="tool_choice='required': the chat template shows no known format"):
         required_calls(MessageFormat(), options("required"))
+
+
+@pytest.mark.parametrize(("value", "is_parallel"), [(None, True), (True, True), (1, True), (False, False), (0, False)])
+def test_numbers_that_count_as_truth_values_mean_what_they_count_as(value, is_parallel):
+    found = extra_options({"parallel_tool_calls": value, "parse_tools": value}, False).tool_options
+    assert found.is_parallel is is_parallel
+    assert found.parse is (None if value is None else is_parallel)

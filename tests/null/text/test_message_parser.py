@@ -150,6 +150,16 @@ def test_parts_of_an_answer(format, text, content, reasoning, calls):
     assert parsed(format, text) == (content, reasoning, calls)
 
 
+@pytest.mark.parametrize(("format", "text", "content", "reasoning", "calls"), [case for case in CASES if case[4]])
+def test_calls_that_are_complete_stay_so_wherever_the_rest_is_cut_off(format, text, content, reasoning, calls):
+    """A limit of tokens or a stop string may fall into what closes a call: that is no content, and the call is none the less."""
+    found = [parsed(format, text[:length]) for length in range(len(text) + 1)]
+    first = next(length for length, each in enumerate(found) if each[2] == calls)
+    for each in found[first:]:
+        assert each[2] == calls
+        assert content.startswith(each[0])
+
+
 @pytest.mark.parametrize(("format", "text"), [case[:2] for case in CASES])
 def test_the_events_of_an_answer_are_the_same_letter_by_letter(format, text):
     assert events_of(format, text) == events_of(format, [text])

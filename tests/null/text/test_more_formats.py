@@ -217,6 +217,16 @@ def test_parts_of_an_answer(name, text, content, reasoning, found):
     assert events_of(name, list(text)) == events_of(name, [text])
 
 
+@pytest.mark.parametrize(("name", "text", "content", "reasoning", "found"), [case for case in CASES if case[4]])
+def test_calls_that_are_complete_stay_so_wherever_the_rest_is_cut_off(name, text, content, reasoning, found):
+    """A limit of tokens or a stop string may fall into what closes a call: that is no content, and the call is none the less."""
+    cut = [parsed(name, text[:length]) for length in range(len(text) + 1)]
+    first = next(length for length, each in enumerate(cut) if each[2] == found)
+    for each in cut[first:]:
+        assert each[2] == found
+        assert content.startswith(each[0])
+
+
 @given(st.data())
 @settings(max_examples=examples(300), deadline=None)
 def test_however_a_text_is_split_and_cut_the_events_are_the_same(data):
