@@ -150,7 +150,7 @@ def model_in_memory(name: Path) -> ModelInMemory | None:
 
 _IN_MEMORY: dict[object, ModelInMemory] = {}
 DECODER_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
-"""What configurations of decoders call the number of positions. Encoders with relative ones have ``n_positions`` without a limit."""
+"""What decoders call the number of positions. Encoders with relative ones have ``n_positions`` without a limit."""
 _numbers = count(1)
 
 
