@@ -8,6 +8,7 @@ from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.inputs.expose_factors import expose_factors
 from staticllm.compiler_passes.inputs.expose_mask import expose_mask
 from staticllm.compiler_passes.inputs.expose_positions import expose_positions
+from staticllm.compiler_passes.inputs.prove_rows import prove_rows
 from staticllm.compiler_passes.npu_forms import NPU_FORMS
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions, Pass, PassPipeline, VariantPass
 from staticllm.compiler_passes.rewrites.cut_heads import cut_heads
@@ -37,6 +38,7 @@ DECODER: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
         Pass("expose_mask", lambda graph, options: expose_mask(graph, options.max_len)),
         Pass("expose_positions", lambda graph, options: expose_positions(graph, options.max_len)),
         Pass("expose_factors", lambda graph, options: expose_factors(graph, options.max_len)),
+        Pass("prove_rows", lambda graph, options: prove_rows(graph, options.max_len)),
         Pass("select_logits", lambda graph, options: select_logits(graph)),
         Pass("group_queries", lambda graph, options: group_queries(graph)),
         Pass("decompose_attention", lambda graph, options: decompose_attention(graph)),

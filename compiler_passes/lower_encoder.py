@@ -119,6 +119,7 @@ def _shape_of(graph: EncoderGraph) -> EncoderShape:
         first_position=graph.first_position,
         has_token_types=graph.parameter(TOKEN_TYPE_IDS) is not None,
         is_packable=graph.is_packable,
+        is_batchable=graph.is_batchable,
         unsafe_rows=tuple(sorted({*graph.query_heads} - {0})),
         head=graph.head,
         shares_prefixes=graph.shares_prefixes,

@@ -424,15 +424,16 @@ class EncoderShape:
     """The inputs and the output of a lowered encoder: the contract between its passes and the host.
 
     ``width``: the numbers per text in the output: the size of an embedding, or the number of a cross-encoder's labels.
-    ``pooling``: the only pooling that is right for the model; None if the host may choose. ``first_position``: the position of a
-    text's first token. ``max_rows``: the most rows of any program. If the model is not packable, each sequence of a call holds
-    one text, which begins at its first row. ``unsafe_rows``: numbers of rows for which no static program is made, because
-    they are also the number of heads. ``head``: what became of the head of a causal language model: it was ``cut``, or it
-    computes the logits of a few ``tokens``; ``none`` for models that have no such head. ``shares_prefixes``: whether texts that
-    begin alike may share the rows of their beginning. ``skipped_id``: tokens with this id have the position before the first, and
-    those after them are counted without them; None if all tokens are counted. ``past``: the heads and the head size of the keys
-    or values in each past port, for a model whose calls can continue a text; else it is empty. ``longest``: the most tokens of a
-    text that its programs hold; 0 before these are chosen. ``vocab_size``: the number of token ids; None if it is unknown.
+    ``pooling``: the only pooling that is right for the model; None if the host may choose. ``first_position``: the position
+    of a text's first token. ``max_rows``: the most rows of any program. If the model is not packable, each sequence of a
+    call holds one text, which begins at its first row; if it is not batchable, a call has one sequence. ``unsafe_rows``:
+    numbers of rows for which no static program is made, because they are also the number of heads. ``head``: what became of
+    the head of a causal language model: it was ``cut``, or it computes the logits of a few ``tokens``; ``none`` for models
+    that have no such head. ``shares_prefixes``: whether texts that begin alike may share the rows of their beginning.
+    ``skipped_id``: tokens with this id have the position before the first, and those after them are counted without them;
+    None if all tokens are counted. ``past``: the heads and the head size of the keys or values in each past port, for a
+    model whose calls can continue a text; else it is empty. ``longest``: the most tokens of a text that its programs hold;
+    0 before these are chosen. ``vocab_size``: the number of token ids; None if it is unknown.
     """
 
     output: Literal["embeddings", "scores"]
@@ -444,6 +445,7 @@ class EncoderShape:
     first_position: Count = 0
     has_token_types: bool = False
     is_packable: bool = True
+    is_batchable: bool = True
     unsafe_rows: tuple[Size, ...] = ()
     head: Literal["none", "cut", "tokens"] = "none"
     shares_prefixes: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -149,13 +149,18 @@ def model_in_memory(name: Path) -> ModelInMemory | None:
 
 
 _IN_MEMORY: dict[object, ModelInMemory] = {}
+DECODER_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
+"""What decoders call the number of positions. Encoders with relative ones have ``n_positions`` without a limit."""
 _numbers = count(1)
 
 
-def max_positions(directory: Path) -> int | None:
-    """Return the longest sequence that a model was made for, in tokens, from its ``config.json``; None if that has none."""
-    found = _from_config(directory, "max_position_embeddings")
-    return None if found is None else found[0]
+def max_positions(directory: Path, names: Sequence[str] = ("max_position_embeddings",)) -> int | None:
+    """Return the longest sequence that a model was made for, in tokens, from its ``config.json``; None if that has none.
+
+    The first of ``names`` that the configuration has counts.
+    """
+    found = (_from_config(directory, name) for name in names)
+    return next((values[0] for values in found if values is not None), None)
 
 
 def model_widths(directory: Path) -> tuple[int, int] | None:

@@ -28,6 +28,7 @@ class EncoderGraph(StepGraph):
     )
     pooling: Pooling | None = None
     head: Literal["none", "cut", "tokens"] = "none"  # what became of the head of a causal language model
+    is_batchable: bool = True  # whether a call may have several sequences
     reasons: list[str] = field(default_factory=list)  # why texts cannot share a sequence
     counters: list[str] = field(default_factory=list)  # nodes that compute with the number of rows
     shares_prefixes: bool = False  # whether texts of a sequence can share the rows of a common beginning
@@ -54,3 +55,9 @@ class EncoderGraph(StepGraph):
         self.is_packable = False
         self.reasons.append(reason)
         self.note(stage, f"one text per sequence: {reason}")
+
+    def keep_calls_apart(self, stage: str, reason: str) -> None:
+        """Allow only one text per call, and note the reason."""
+        self.is_batchable = False
+        self.keep_texts_apart(stage, reason)
+        self.note(stage, "one sequence per call, for the same reason")

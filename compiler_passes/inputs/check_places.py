@@ -83,7 +83,7 @@ def check_places(graph: EncoderGraph) -> None:
     reduced = _reduced_positions(graph)
     if reduced is not None:
         name = f"{reduced.get_type_name()} {reduced.get_friendly_name()!r}"
-        graph.keep_texts_apart(STAGE, f"{name} makes one value of the positions of all tokens")
+        graph.keep_calls_apart(STAGE, f"{name} makes one value of the positions of all tokens")
 
 
 def _reduced_positions(graph: EncoderGraph) -> ov.Node | None:

@@ -1,10 +1,10 @@
-"""Lets each row of a call choose the RoPE factors of its own sequence, where a graph chooses them by the call's largest position.
+"""Lets each row of a call choose the RoPE factors of its own sequence, where a graph chooses them by all positions of the call.
 
 LongRoPE (arXiv 2402.13753) has short factors for texts up to a length and long ones for longer texts. An exported graph takes the
-largest of ``position_ids`` for that length, which is right if one call has a whole text. Calls of step programs have chunks of
-texts, and rows of several. So the graph is *evaluated* at many lengths: where the values that it computes of positions change,
-the factors change. The program computes with each set of factors, and the input ``rope_factors [1, S]`` says for each row which
-one it takes. Keys of different factors are different numbers (``Conditions``).
+largest of ``position_ids`` for that length, or another value of all positions, which is right if one call has a whole text. Calls
+of step programs have chunks of texts, and rows of several. So the graph is *evaluated* at many lengths: where the values that it
+computes of positions change, the factors change. The program computes with each set of factors, and the input
+``rope_factors [1, S]`` says for each row which one it takes. Keys of different factors are different numbers (``Conditions``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from openvino import opset13 as ops
 
 from staticllm.compiler_passes.graph.step_graph import StepGraph, consumers, part_of, redirect, upstream
-from staticllm.compiler_passes.inputs.expose_positions import KEEPS_POSITIONS, probe_shape
+from staticllm.compiler_passes.inputs.expose_positions import probe_shape
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import POSITION_IDS, ROPE_FACTORS
@@ -46,7 +46,7 @@ class _Join:
 
 
 def expose_factors(graph: StepGraph, max_len: int) -> None:
-    """Replace the largest position of a call by an input with the factors of each row, for sequences of up to ``max_len`` tokens.
+    """Replace what all positions of a call decide by an input with the factors of each row, for up to ``max_len`` tokens.
 
     ``graph.rope_limits`` gets the largest length of each set of factors except the last.
 
@@ -54,8 +54,7 @@ def expose_factors(graph: StepGraph, max_len: int) -> None:
         UnsupportedModelError: the factors change at every length, or the largest position decides something that is not computed
             of positions alone; the message names the length or the node.
     """
-    parameter = graph.parameter(POSITION_IDS)
-    reaches = [] if parameter is None else _reaches(graph.model, parameter)
+    reaches = [] if graph.parameter(POSITION_IDS) is None else _reaches(graph.model)
     joins = _joins(graph.model, reaches) if reaches else []
     if not joins:
         return
@@ -76,19 +75,26 @@ def expose_factors(graph: StepGraph, max_len: int) -> None:
     )
 
 
-def _reaches(model: ov.Model, parameter: ov.Node) -> list[int]:
-    """Return the index of each node that takes the largest position of a call."""
-    places = {node.get_instance_id(): index for index, node in enumerate(model.get_ordered_ops())}
-    queue = consumers(parameter.output(0))
-    found = set[int]()
-    while queue:
-        node = queue.pop()
-        index = places.get(node.get_instance_id())
-        if index is not None and node.get_type_name() == "ReduceMax":
-            found.add(index)
-        elif node.get_type_name() in KEEPS_POSITIONS:
-            queue += consumers(node.output(0))
-    return sorted(found)
+def _reaches(model: ov.Model) -> list[int]:
+    """Return the index of each node that makes one value of the positions of all rows, such as the largest one."""
+    nodes = model.get_ordered_ops()
+    few, many = (_shapes(model, rows, []) for rows in PROBE_ROWS)
+    sizes = set[int]()  # instances: constants, and what is computed of shapes
+    of_rows = set[int]()  # computed of positions alone, with an axis of rows
+    found = []
+    for index, node in enumerate(nodes):
+        key = node.get_instance_id()
+        sources = {value.get_node().get_instance_id() for value in node.input_values()}
+        if node.get_type_name() == "Parameter" and POSITION_IDS in node.output(0).get_names():
+            of_rows.add(key)
+        elif node.get_type_name() in ("Constant", "ShapeOf") or (sources and sources <= sizes):
+            sizes.add(key)
+        elif not sources.isdisjoint(of_rows) and sources <= of_rows | sizes:
+            if few[index] == many[index]:
+                found.append(index)
+            else:
+                of_rows.add(key)
+    return found
 
 
 def _joins(model: ov.Model, reaches: list[int]) -> list[_Join]:
@@ -151,7 +157,8 @@ def _shapes(model: ov.Model, rows: int, reaches: list[int]) -> list[list[int]]:
     for index in reaches:  # as constants, so that the size of a table of this length is known
         output = nodes[index].output(0)
         shape = [size.get_length() if size.is_static else 1 for size in output.get_partial_shape()]
-        redirect(output, ops.constant(np.full(shape, max(PLACES)), output.get_element_type()).output(0))
+        value = np.full(shape, max(PLACES)).astype(output.get_element_type().to_dtype())
+        redirect(output, ops.constant(value).output(0))
     copy.validate_nodes_and_infer_types()
     return [_sizes(node) for node in nodes]
 

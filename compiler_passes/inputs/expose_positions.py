@@ -24,7 +24,7 @@ STAGE = "expose_positions"
 NEWS = (7, 11, 13)
 """Numbers of new tokens in the probes. They are primes, so that no other size is mistaken for them."""
 SAME_NEW = ((5, 7), (9, 7))
-"""Two probes ``(past, new)``; data must not differ between them."""
+"""Probes ``(past, new)``; data must not differ between them, nor between them and the longest sequence."""
 _SIZE_PORTS = {
     "Reshape": {1}, "Broadcast": {1, 2}, "Tile": {1}, "Slice": {2, 3, 4}, "StridedSlice": {2, 3}, "Split": {1},
     "VariadicSplit": {1, 2}, "Pad": {1, 2}, "Squeeze": {1}, "Unsqueeze": {1}, "OneHot": {1},
@@ -65,9 +65,9 @@ def expose_positions(graph: StepGraph, max_len: int) -> None:
     count = 0
     if not graph.kv_states:
         _refuse_lengths(graph)
-    elif varying := _varying(graph.model):
+    elif varying := _varying(graph.model, max_len):
         count = _redirect_positions(graph, varying, max_len)
-        _refuse(_varying(graph.model))
+        _refuse(_varying(graph.model, max_len))
     _drop_attention_mask(graph)
     graph.note(STAGE, f"{count} values computed from lengths were positions")
     _refuse_picks(graph)
@@ -253,23 +253,29 @@ def _num_tokens(graph: StepGraph) -> ov.Node:
     return ops.gather(ops.shape_of(tokens), ops.constant([1]), ops.constant(0))
 
 
-def _varying(model: ov.Model) -> list[ov.Node]:
+def _varying(model: ov.Model, max_len: int) -> list[ov.Node]:
     """Return the nodes that feed data and whose values change with the number of past KV slots."""
     nodes = model.get_ordered_ops()
     if not _may_vary(nodes):
         return []
-    few, many = (_evaluate(model, past, new) for past, new in SAME_NEW)
+    few, *longer = (_evaluate(model, past, new) for past, new in (*SAME_NEW, _longest(max_len)))
     lengths = {nodes[index].get_instance_id() for index in few}
     found = []
-    for index in sorted(few.keys() & many.keys()):
+    for index in sorted(few.keys()):
         node = nodes[index]
         before = few[index]
-        after = many[index]
-        is_longer = before.shape != after.shape and not _is_uniform(before)
-        tables = () if _differ(before, after) else _TABLES
+        others = [values[index] for values in longer if index in values]
+        is_longer = any(before.shape != after.shape for after in others) and not _is_uniform(before)
+        tables = () if any(_differ(before, after) for after in others) else _TABLES
         if (is_longer or not tables) and _feeds_data(node, lengths, tables):
             found.append(node)
     return found
+
+
+def _longest(max_len: int) -> tuple[int, int]:
+    """Return the probe of the longest sequence. A value may change above a length only, as factors of long texts do."""
+    num_new = SAME_NEW[0][1]
+    return max(SAME_NEW[-1][0], max_len - num_new), num_new
 
 
 def _differ(before: NDArray[np.generic], after: NDArray[np.generic]) -> bool:

@@ -10,7 +10,7 @@ Where no token sees later ones, texts that begin alike are run once more, with o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import openvino as ov
@@ -229,6 +229,15 @@ def run_alone(graph: EncoderGraph, original: ov.Model, texts: Sequence[ProofText
 
 def _together(graph: EncoderGraph, program: ov.CompiledModel, texts: Sequence[ProofText], rows: int) -> list[Vectors]:
     """Return what the lowered graph computes for each text in sequences of ``rows`` rows, as ``run_alone`` does."""
+    if not graph.is_batchable:
+        return [_in_one_call(graph, program, [replace(text, sequence=0)], rows)[0] for text in texts]
+    return _in_one_call(graph, program, texts, rows)
+
+
+def _in_one_call(
+    graph: EncoderGraph, program: ov.CompiledModel, texts: Sequence[ProofText], rows: int
+) -> list[Vectors]:
+    """Return what the lowered graph computes for texts in one call."""
     batch = 1 + texts[-1].sequence
     feeds = {
         INPUT_IDS: random_ids(graph.original, (batch, rows), seed=99),

@@ -195,7 +195,7 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         longest -= longest in unsafe
         rows = BLOCK_ROWS if layout == "blocks" else CHUNK_ROWS
         sizes = given.sizes or _SIZES_OF.get(layout, SHARED_SIZES)
-        sizes = [size for size in sizes if size[1] not in unsafe]
+        sizes = [size for size in sizes if size[1] not in unsafe and (shape.is_batchable or size[0] == 1)]
         continuing = continuing_for(longest, is_shared, rows) if self._can_continue(shape, rows) else ()
         if continuing:
             sizes = [size for size in sizes if size[1] <= rows]

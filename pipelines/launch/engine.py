@@ -15,7 +15,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import ModelShape, OnProgress, ProgressEvent, Variant
 from staticllm.devices import kind
 from staticllm.errors import ClosedError, DeviceError
-from staticllm.model_dir import max_positions
+from staticllm.model_dir import DECODER_POSITIONS, max_positions
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.hosted_engine import HostedEngine
 from staticllm.pipelines.engine.jobs import JobHost
@@ -177,11 +177,11 @@ def _serve(launched: Launched, on_progress: OnProgress, begin: float) -> None:
 
 
 def _warn_of_length(directory: Path, config: StaticLLMConfig) -> None:
-    limit = max_positions(directory)
+    limit = max_positions(directory, DECODER_POSITIONS)
     if limit is not None and config.max_seq_len > limit:
         warnings.warn(
             f"MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {config.max_seq_len}, but the model was made for {limit} positions "
-            "(max_position_embeddings in its config.json): its answers beyond them may be wrong; lower a length",
+            "(in its config.json): its answers beyond them may be wrong; lower a length",
             RuntimeWarning,
             stacklevel=4,
         )

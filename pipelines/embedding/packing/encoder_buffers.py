@@ -66,6 +66,8 @@ class EncoderBuffers:
         self.arrays[INPUT_IDS].fill(self.pad_id)
         for name in {TOKEN_TYPE_IDS, POOL} & self.arrays.keys():
             self.arrays[name].fill(0)
+        if self.shape.has_positions:  # also of idle rows: a model may choose its factors by the largest position
+            self.arrays[POSITION_IDS].fill(self.shape.first_position)
         for mask, _ in self._patterns:
             mask.fill(HIDDEN)
         number = 0

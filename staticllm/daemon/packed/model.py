@@ -20,7 +20,7 @@ from staticllm.daemon.sharing.device_use import DeviceUse
 from staticllm.daemon.sharing.devices import Devices, is_virtual, real_device
 from staticllm.devices import get_core, supported_properties
 from staticllm.errors import UnsupportedModelError, pipeline_closed
-from staticllm.model_dir import forget_in_memory, keep_in_memory, max_positions, read_model
+from staticllm.model_dir import DECODER_POSITIONS, forget_in_memory, keep_in_memory, max_positions, read_model
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import options_of
@@ -241,7 +241,7 @@ def _directory_of(xml: Path, data: Array | None) -> Path:
 def _config_of(directory: Path, device: str, config: Mapping[str, Any], weights: Path) -> StaticLLMConfig:
     """Return the config of the engine: the client's properties, and lengths that the model was made for."""
     properties = dict(config)
-    longest = min(max_positions(directory) or MAX_LEN, MAX_LEN)
+    longest = min(max_positions(directory, DECODER_POSITIONS) or MAX_LEN, MAX_LEN)
     response = min(MAX_RESPONSE, max(1, longest // 8))
     properties.setdefault("MIN_RESPONSE_LEN", response)
     properties.setdefault("MAX_PROMPT_LEN", max(1, longest - response))

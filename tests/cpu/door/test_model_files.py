@@ -1,5 +1,6 @@
 """Tests that damaged model directories are refused before OpenVINO reads them, which could kill the process."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -123,8 +124,10 @@ def test_a_graph_that_is_overwritten_with_its_time_set_back_is_read_again(model)
         check_model_dir(model)
 
 
-def test_lengths_beyond_the_limit_of_the_model_cause_a_warning(model):
-    (model / "config.json").write_text('{"max_position_embeddings": 40}')
+@pytest.mark.parametrize("name", ["max_position_embeddings", "n_positions", "n_ctx"])
+def test_lengths_beyond_the_limit_of_the_model_cause_a_warning(name, model):
+    """GPT-2 and CodeGen have names of their own; beyond their tables, OpenVINO reads zeros."""
+    (model / "config.json").write_text(json.dumps({name: 40}))
     with pytest.warns(RuntimeWarning, match="= 48, but the model was made for 40 positions"):
         StaticLLMPipeline(model, **SMALL).close()
 

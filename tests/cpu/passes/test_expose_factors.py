@@ -148,3 +148,96 @@ def test_growing_factors_are_those_of_a_whole_model(zoo, tmp_path):
     lowered = lower(read(path), LoweringOptions(50))
     (position_ids,) = [p for p in lowered.graph.model.get_parameters() if POSITION_IDS in p.output(0).get_names()]
     assert "ReduceMax" not in {node.get_type_name() for node in consumers(position_ids.output(0))}
+
+
+def is_above(limit):
+    return lambda positions: ops.greater_equal(positions, np.int64(limit))
+
+
+def as_length(value):
+    return ops.convert(ops.reshape(value, np.array([], np.int64), False), "f32")
+
+
+def largest(value):
+    return as_length(ops.reduce_max(value, np.array([0, 1]), False))
+
+
+def input_of(model, name):
+    return next(node for node in model.get_parameters() if name in node.output(0).get_names())
+
+
+OF_POSITIONS = {
+    "selected": lambda model, rows: largest(ops.select(is_above(-1)(rows), ops.add(rows, np.int64(1)), rows)),
+    "any": lambda model, rows: ops.multiply(
+        ops.convert(ops.reduce_logical_or(is_above(40)(rows), np.array([0, 1]), False), "f32"), np.float32(41)
+    ),
+    "counted": lambda model, rows: ops.multiply(largest(ops.convert(is_above(40)(rows), "i64")), np.float32(41)),
+    "rounded": lambda model, rows: ops.add(largest(ops.floor(ops.convert(rows, "f32"))), np.float32(1)),
+    "absolute": lambda model, rows: largest(ops.abs(ops.add(rows, np.int64(1)))),
+    "repeated": lambda model, rows: largest(ops.tile(ops.add(rows, np.int64(1)), np.array([2, 1]))),
+    "joined": lambda model, rows: largest(ops.concat([ops.add(rows, np.int64(1)), np.array([[0]])], 1)),
+}  # fmt: skip
+"""Lengths of a call that are made of positions otherwise than as their largest one."""
+OF_SIZES = {
+    "size of mask": lambda model, rows: as_length(
+        ops.gather(ops.shape_of(input_of(model, "attention_mask")), np.int64(1), np.int64(0))
+    ),
+    "sum of mask": lambda model, rows: as_length(
+        ops.reduce_sum(input_of(model, "attention_mask"), np.array([0, 1]), False)
+    ),
+    "counts of mask": lambda model, rows: largest(ops.cum_sum(input_of(model, "attention_mask"), np.int64(1))),
+    "number of tokens": lambda model, rows: as_length(
+        ops.gather(ops.shape_of(input_of(model, "input_ids")), np.int64(1), np.int64(0))
+    ),
+    "number of positions": lambda model, rows: as_length(ops.gather(ops.shape_of(rows), np.int64(1), np.int64(0))),
+}
+"""Lengths of a call that no positions tell."""
+
+
+@pytest.mark.parametrize("form", OF_POSITIONS)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_length_may_be_made_of_positions_in_any_way(name, form, zoo, tmp_path, prompt_of):
+    path = make_longrope(zoo / name, tmp_path / form, stepped(40), length_of=OF_POSITIONS[form])
+    lowered = lower(read(path), LoweringOptions(128))
+    assert lowered.shape.rope_limits == (40,)
+    for length, factors in ((40, 0), (41, 1)):
+        program = get_core().compile_model(
+            lowered.specialise(Variant(length, 0)), "CPU", dict(EXACT, KV_CACHE_PRECISION="f32")
+        )
+        tokens = prompt_of(length)
+        expected = StatefulReference(path).logits(tokens)[-1]
+        assert np.abs(
+            program(prompt_feeds(program, tokens, factors))["logits"][0, 0] - expected
+        ).max() <= 2e-5 * np.ptp(expected)
+
+
+@pytest.mark.parametrize("form", OF_SIZES)
+def test_a_length_that_positions_do_not_tell_is_refused_above_the_limit(form, zoo, tmp_path):
+    path = make_longrope(zoo / "llama", tmp_path / form, stepped(40), length_of=OF_SIZES[form])
+    with pytest.raises(UnsupportedModelError, match=r"(expose_positions|prove_rows): .* computes with the number of"):
+        lower(read(path), LoweringOptions(128))
+    assert lower(read(path), LoweringOptions(40)).shape.rope_limits == ()
+
+
+def test_the_message_has_the_most_tokens_for_which_rows_do_not_depend_on_others(zoo, tmp_path):
+    path = make_longrope(zoo / "llama", tmp_path / "model", stepped(77), length_of=OF_SIZES["number of positions"])
+    with pytest.raises(UnsupportedModelError, match=r"above 77 tokens: .* of at most 77 \(here 3000\)"):
+        lower(read(path), LoweringOptions(3000))
+
+
+@pytest.mark.parametrize("mix", ["sum of earlier ones", "next one"])
+def test_a_row_whose_angles_depend_on_the_positions_of_others_is_refused(mix, zoo):
+    """No value of the whole call is between them, so that it could be an input of each row."""
+    model = read(zoo / "llama")
+    positions = input_of(model, POSITION_IDS)
+    readers = positions.output(0).get_target_inputs()
+    if mix == "next one":
+        padded = ops.concat([positions, np.array([[0]])], 1)
+        mixed = ops.slice(padded, np.array([1]), np.array([1 << 30]), np.array([1]), np.array([1]))
+    else:
+        mixed = ops.cum_sum(ops.floor(ops.convert(positions, "f32")), np.int64(1))
+        mixed = ops.convert(mixed, "i64")
+    for port in readers:
+        port.replace_source_output(mixed.output(0))
+    with pytest.raises(UnsupportedModelError, match=r"prove_rows: .* positions of other tokens"):
+        lower(model, LoweringOptions(128))

@@ -15,6 +15,8 @@ from staticllm.devices import get_core
 
 Factor = Callable[[ov.Node, int], ov.Node]
 """Makes the factors ``[dims]`` of the inverse frequencies from the length of the call, a scalar in f32."""
+Length = Callable[[ov.Model, ov.Node], ov.Node]
+"""Makes the length of the call, a scalar in f32, from the inputs of a model and its positions."""
 CARRIES = ("Convert", "Unsqueeze", "Reshape", "Squeeze", "Add")
 
 
@@ -41,16 +43,24 @@ def growing(limit: int) -> Factor:
     return factor
 
 
+def largest_position(model: ov.Model, positions: ov.Node) -> ov.Node:
+    """Return the largest position and one, as exports of LongRoPE compute the length."""
+    axes = np.arange(len(positions.get_partial_shape()))
+    return ops.convert(ops.add(ops.reduce_max(positions, axes, keep_dims=False), np.int64(1)), "f32")
+
+
 def make_longrope(
-    source: Path, target: Path, factor: Factor, scale: Callable[[ov.Node], ov.Node] | None = None
+    source: Path,
+    target: Path,
+    factor: Factor,
+    scale: Callable[[ov.Node], ov.Node] | None = None,
+    length_of: Length = largest_position,
 ) -> Path:
     """Write a copy of a model directory with other inverse frequencies; ``scale``: what sine and cosine are multiplied with."""
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("openvino_model.*"))
     model = get_core().read_model(source / "openvino_model.xml")
     positions = next(node for node in model.get_parameters() if "position_ids" in node.output(0).get_names())
-    axes = np.arange(len(positions.get_partial_shape()))
-    largest = ops.reduce_max(positions, axes, keep_dims=False)
-    length = ops.convert(ops.add(largest, np.int64(1)), "f32")
+    length = length_of(model, positions)
     products = list(_angle_products(positions))
     assert products, "no angles are computed with a product"
     for node in products:
