@@ -8,13 +8,14 @@ from functools import partial
 
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import GenerationConfigError, NumericalError, as_ours
-from staticllm.pipelines.engine.client_sequences.feeds import Feeds
-from staticllm.pipelines.engine.client_sequences.state import BeamState, FeedOrder, FeedResult
-from staticllm.pipelines.engine.request import Decode, EngineRequest, Finished, OutputQueue, TokenOutput
-from staticllm.pipelines.engine.state import RequestState
-from staticllm.pipelines.generation.beam_search import BeamLimits, BeamMask, BeamSearch, Ending, Hypothesis, Successor
-from staticllm.pipelines.generation.filters import Logits
-from staticllm.pipelines.grammars.matcher import GrammarLimitError
+
+from ..generation.beam_search import BeamLimits, BeamMask, BeamSearch, Ending, Hypothesis, Successor
+from ..generation.filters import Logits
+from ..grammars.matcher import GrammarLimitError
+from .client_sequences.feeds import Feeds
+from .client_sequences.state import BeamState, FeedOrder, FeedResult
+from .request import Decode, EngineRequest, Finished, OutputQueue, TokenOutput
+from .state import RequestState
 
 BROKEN = 3
 """Most characters that are decoded of a first token that is the rest of a character."""

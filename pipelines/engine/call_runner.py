@@ -8,14 +8,15 @@ from functools import partial
 
 from staticllm.core import FinishReason
 from staticllm.errors import as_ours
-from staticllm.pipelines.engine.batch import Batch, BatchEntry, CallContext, CallTimes, call_context, step_record
-from staticllm.pipelines.engine.chooser import Chooser
-from staticllm.pipelines.engine.device_use import Rows, rows_of
-from staticllm.pipelines.engine.inserted_steps import AbandonedCallError, InsertedSteps
-from staticllm.pipelines.engine.serving import Serving
-from staticllm.pipelines.engine.state import AnswerState
-from staticllm.pipelines.profiling.records import HostTimes, JobRecord, StepRecord
-from staticllm.pipelines.programs.model_runner import StepResult
+
+from ..profiling.records import HostTimes, JobRecord, StepRecord
+from ..programs.model_runner import StepResult
+from .batch import Batch, BatchEntry, CallContext, CallTimes, call_context, step_record
+from .chooser import Chooser
+from .device_use import Rows, rows_of
+from .inserted_steps import AbandonedCallError, InsertedSteps
+from .serving import Serving
+from .state import AnswerState
 
 
 class CallRunner:

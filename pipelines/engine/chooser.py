@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from staticllm.core import FinishReason
-from staticllm.pipelines.engine.batch import BatchEntry
-from staticllm.pipelines.engine.client_sequences.feeds import Feeds
-from staticllm.pipelines.engine.sequence import Outcome
-from staticllm.pipelines.engine.serving import Serving
-from staticllm.pipelines.engine.speculation.draft_check import DraftCheck
-from staticllm.pipelines.engine.state import AnswerState, RequestState
-from staticllm.pipelines.generation.sampler import Choice
-from staticllm.pipelines.grammars.matcher import GrammarLimitError
-from staticllm.pipelines.programs.model_runner import Logits, SegmentResult, StepResult, not_finite
-from staticllm.pipelines.scheduling.interface import RequestStatus
+
+from ..generation.sampler import Choice
+from ..grammars.matcher import GrammarLimitError
+from ..programs.model_runner import Logits, SegmentResult, StepResult, not_finite
+from ..scheduling.interface import RequestStatus
+from .batch import BatchEntry
+from .client_sequences.feeds import Feeds
+from .sequence import Outcome
+from .serving import Serving
+from .speculation.draft_check import DraftCheck
+from .state import AnswerState, RequestState
 
 
 class Chooser:

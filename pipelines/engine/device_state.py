@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from staticllm.core import Clock
-from staticllm.pipelines.engine.batch import BatchBuilder, Quarantine
-from staticllm.pipelines.engine.kv_manager import KVCacheManager, make_kv_manager
-from staticllm.pipelines.engine.options import EngineOptions
-from staticllm.pipelines.engine.speculation.draft_planner import DraftPlanner
-from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.scheduling.request_table import RequestTable
+
+from ..programs.model_runner import ModelRunner
+from ..scheduling.request_table import RequestTable
+from .batch import BatchBuilder, Quarantine
+from .kv_manager import KVCacheManager, make_kv_manager
+from .options import EngineOptions
+from .speculation.draft_planner import DraftPlanner
 
 
 @dataclass(frozen=True)

@@ -15,28 +15,29 @@ from typing import Any, NoReturn, TypeVar
 
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import BusyError, as_ours, pipeline_closed
-from staticllm.kvcache.sequence import AdapterScales, Conditions
-from staticllm.pipelines.costs.probe import Rests
-from staticllm.pipelines.engine.beams import BeamRequest
-from staticllm.pipelines.engine.client import SnapshotTarget, UserProcessors
-from staticllm.pipelines.engine.client_sequences.sequence import ClientSequence, Feed, begin_feeds
-from staticllm.pipelines.engine.device_use import SoleUse
-from staticllm.pipelines.engine.engine_core import EngineCore
-from staticllm.pipelines.engine.jobs import JobSource
-from staticllm.pipelines.engine.kv_manager import KVCacheManager
-from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
-from staticllm.pipelines.engine.options import EngineOptions, Switch
-from staticllm.pipelines.engine.request import Decode, EngineRequest, EngineText, OutputQueue
-from staticllm.pipelines.engine.speculation.draft_model import DraftModel
-from staticllm.pipelines.engine.state import PreparedGrammar, RequestState, prepare_grammar, progress_of
-from staticllm.pipelines.generation.beam_search import BeamRules
-from staticllm.pipelines.profiling.call_watch import CallWatch
-from staticllm.pipelines.profiling.records import EngineProgress
-from staticllm.pipelines.profiling.stats import Profiler, Stats
-from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
-from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.system.threads import LazyThread, check_may_wait, check_process, owned_device, run_uninterrupted
+
+from ...kvcache.sequence import AdapterScales, Conditions
+from ..costs.probe import Rests
+from ..generation.beam_search import BeamRules
+from ..profiling.call_watch import CallWatch
+from ..profiling.records import EngineProgress
+from ..profiling.stats import Profiler, Stats
+from ..profiling.trace import MAX_RECORDS, Trace, recording
+from ..programs.model_runner import ModelRunner
+from ..scheduling.interface import Policy
+from .beams import BeamRequest
+from .client import SnapshotTarget, UserProcessors
+from .client_sequences.sequence import ClientSequence, Feed, begin_feeds
+from .device_use import SoleUse
+from .engine_core import EngineCore
+from .jobs import JobSource
+from .kv_manager import KVCacheManager
+from .kv_snapshot import load_snapshot, save_snapshot
+from .options import EngineOptions, Switch
+from .request import Decode, EngineRequest, EngineText, OutputQueue
+from .speculation.draft_model import DraftModel
+from .state import PreparedGrammar, RequestState, prepare_grammar, progress_of
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")

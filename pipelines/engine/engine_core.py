@@ -10,21 +10,22 @@ from functools import partial
 
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import DeviceError, PromptError, as_ours
-from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.engine.batch import Batch
-from staticllm.pipelines.engine.beams import BeamRequest
-from staticllm.pipelines.engine.call_runner import CallRunner
-from staticllm.pipelines.engine.chooser import Chooser
-from staticllm.pipelines.engine.client_sequences.feeds import Feeds
-from staticllm.pipelines.engine.device_state import DeviceState
-from staticllm.pipelines.engine.device_use import Demand, Rows, demand_of
-from staticllm.pipelines.engine.options import EngineOptions
-from staticllm.pipelines.engine.sequence import SequenceState
-from staticllm.pipelines.engine.serving import Serving
-from staticllm.pipelines.engine.state import AnswerState, RequestState
-from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.scheduling.interface import Plan, Policy, RequestStatus
-from staticllm.pipelines.scheduling.planner import NoPlanError
+
+from ...kvcache.stored import StoredSequence
+from ..programs.model_runner import ModelRunner
+from ..scheduling.interface import Plan, Policy, RequestStatus
+from ..scheduling.planner import NoPlanError
+from .batch import Batch
+from .beams import BeamRequest
+from .call_runner import CallRunner
+from .chooser import Chooser
+from .client_sequences.feeds import Feeds
+from .device_state import DeviceState
+from .device_use import Demand, Rows, demand_of
+from .options import EngineOptions
+from .sequence import SequenceState
+from .serving import Serving
+from .state import AnswerState, RequestState
 
 
 class EngineCore:

@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 from staticllm.core import Clock
 from staticllm.errors import pipeline_closed
-from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.engine.jobs import JobHost, JobSource, job_priority, new_source_id
-from staticllm.pipelines.engine.options import EngineOptions
-from staticllm.pipelines.engine.request import EngineText
-from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.scheduling.interface import JobView, Policy, View
 from staticllm.system.threads import run_uninterrupted
+
+from ..programs.model_runner import ModelRunner
+from ..scheduling.interface import JobView, Policy, View
+from .engine import Engine
+from .jobs import JobHost, JobSource, job_priority, new_source_id
+from .options import EngineOptions
+from .request import EngineText
 
 
 class HostedEngine(Engine):

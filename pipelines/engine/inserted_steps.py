@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from staticllm.pipelines.engine.batch import Batch
-from staticllm.pipelines.engine.serving import Serving
-from staticllm.pipelines.programs.in_flight import Between, CallInFlight
-from staticllm.pipelines.scheduling.interface import CallView, RequestStatus, RequestView, View
+from ..programs.in_flight import Between, CallInFlight
+from ..scheduling.interface import CallView, RequestStatus, RequestView, View
+from .batch import Batch
+from .serving import Serving
 
 
 class AbandonedCallError(Exception):

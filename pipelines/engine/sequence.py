@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from staticllm.core import Clock, FinishReason
-from staticllm.kvcache.sequence import PLAIN, Conditions, KVSequence
-from staticllm.pipelines.engine.overflow import OverflowRule
-from staticllm.pipelines.profiling.records import RequestProgress, RequestRecord
-from staticllm.pipelines.programs.model_runner import SegmentResult
-from staticllm.pipelines.scheduling.request_table import RequestInfo
+
+from ...kvcache.sequence import PLAIN, Conditions, KVSequence
+from ..profiling.records import RequestProgress, RequestRecord
+from ..programs.model_runner import SegmentResult
+from ..scheduling.request_table import RequestInfo
+from .overflow import OverflowRule
 
 
 class Outcome(Enum):

@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from staticllm.core import Clock, FinishReason
-from staticllm.pipelines.engine.device_state import device_state
-from staticllm.pipelines.engine.jobs import JobSources
-from staticllm.pipelines.engine.options import EngineOptions
-from staticllm.pipelines.engine.sequence import ActiveRequest, SequenceState
-from staticllm.pipelines.engine.state import AnswerState
-from staticllm.pipelines.profiling.stats import Profiler
-from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.scheduling.interface import Device, Policy, View
-from staticllm.pipelines.scheduling.planner import Planner
+
+from ..profiling.stats import Profiler
+from ..programs.model_runner import ModelRunner
+from ..scheduling.interface import Device, Policy, View
+from ..scheduling.planner import Planner
+from .device_state import device_state
+from .jobs import JobSources
+from .options import EngineOptions
+from .sequence import ActiveRequest, SequenceState
+from .state import AnswerState
 
 
 class Serving:

@@ -13,17 +13,18 @@ import numpy.random  # which numpy would import with the first request, when fil
 
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.engine.request import CompileTimes, EngineRequest, Finished, OutputQueue, TokenOutput, new_id
-from staticllm.pipelines.engine.sequence import ActiveRequest, Outcome, SequenceState
-from staticllm.pipelines.generation.drafts import AnswerDrafts, Draft, DraftParams
-from staticllm.pipelines.generation.filters import Logits
-from staticllm.pipelines.generation.logits_processors import LogitsProcessor, processors_for
-from staticllm.pipelines.generation.sampler import Choice, Sampler
-from staticllm.pipelines.grammars.compiler import GrammarCompiler
-from staticllm.pipelines.grammars.mask import ForcedTokens, GrammarMask
-from staticllm.pipelines.profiling.records import EngineProgress, RequestProgress, RequestRecord
-from staticllm.pipelines.programs.model_runner import ModelRunner, SegmentResult
-from staticllm.pipelines.scheduling.request_table import RequestInfo
+
+from ..generation.drafts import AnswerDrafts, Draft, DraftParams
+from ..generation.filters import Logits
+from ..generation.logits_processors import LogitsProcessor, processors_for
+from ..generation.sampler import Choice, Sampler
+from ..grammars.compiler import GrammarCompiler
+from ..grammars.mask import ForcedTokens, GrammarMask
+from ..profiling.records import EngineProgress, RequestProgress, RequestRecord
+from ..programs.model_runner import ModelRunner, SegmentResult
+from ..scheduling.request_table import RequestInfo
+from .request import CompileTimes, EngineRequest, Finished, OutputQueue, TokenOutput, new_id
+from .sequence import ActiveRequest, Outcome, SequenceState
 
 
 @dataclass

@@ -6,8 +6,10 @@ from contextlib import suppress
 
 from staticllm.core import FinishReason
 from staticllm.errors import PromptError
-from staticllm.kvcache.sequence import PLAIN, Conditions
-from staticllm.pipelines.engine.client_sequences.state import (
+
+from ....kvcache.sequence import PLAIN, Conditions
+from ..serving import Serving
+from .state import (
     BeamState,
     ClientState,
     FeedOrder,
@@ -16,7 +18,6 @@ from staticllm.pipelines.engine.client_sequences.state import (
     State,
     closed_error,
 )
-from staticllm.pipelines.engine.serving import Serving
 
 
 class Feeds:
