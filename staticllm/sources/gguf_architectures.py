@@ -58,6 +58,7 @@ class GGUFArchitecture:
 
 _MULTIPLIERS = frozenset(("embedding_scale", "residual_scale", "logit_scale"))
 _CAPS = frozenset(("attn_logit_softcapping", "final_logit_softcapping"))
+_WINDOW = frozenset(("attention.sliding_window",))
 _HEAD_NORMS = LayerTensors(has_head_norms=True)
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(windows="all"),
@@ -75,7 +76,7 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
         period=2,
         deep=46,
         keys=_CAPS,
-        needs=_CAPS,
+        needs=_CAPS | _WINDOW,
         layers=LayerTensors(has_post_norms=True, may_bias_inner=False),
     ),
     "gemma3": GGUFArchitecture(
@@ -84,6 +85,7 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
         window_base=10000.0,
         deep=62,
         keys=frozenset(("final_logit_softcapping", "rope.freq_base_swa")),
+        needs=_WINDOW,
         layers=LayerTensors(has_head_norms=True, has_post_norms=True, may_bias_inner=False),
     ),
     "smollm3": GGUFArchitecture(period_unrotated=4, split="llama-bpe"),
@@ -249,9 +251,10 @@ def _is_right(header: GGUFHeader, key: str, value: Any) -> bool:
             and count >= _WHOLE[key]
         )
     if key in _WHOLE:
-        return isinstance(value, int) and not isinstance(value, bool) and _WHOLE[key] <= value <= _MOST_WHOLE
-    least, most = _REAL.get(key, (0, _MOST))
-    return isinstance(value, float) and (least <= value <= most or (value == 0 and key in _OFF))
+        least = 1 if key in ARCHITECTURES[header.architecture].needs else _WHOLE[key]
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST_WHOLE
+    lowest, most = _REAL.get(key, (0, _MOST))
+    return isinstance(value, float) and (lowest <= value <= most or (value == 0 and key in _OFF))
 
 
 def _contradictions(header: GGUFHeader) -> Iterator[str]:
