@@ -41,6 +41,7 @@ class GGUFArchitecture:
     multiplies. ``deep``: the number of layers of the one size whose attention is scaled by the embedding's part of a head.
     ``layers``: the tensors of its layers. ``needs``: keys without which other programs guess.
     ``split``: how texts are split before pairs of bytes are merged, if all vocabularies of the architecture are split in one way.
+    ``strips_markers``: in vocabularies with scores, spaces behind markers of turns are no text, which no key says.
     """
 
     windows: Windows = "none"
@@ -54,6 +55,7 @@ class GGUFArchitecture:
     needs: frozenset[str] = frozenset()
     layers: LayerTensors = _PLAIN
     split: str = ""
+    strips_markers: bool = False
 
 
 _MULTIPLIERS = frozenset(("embedding_scale", "residual_scale", "logit_scale"))
@@ -69,7 +71,9 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     ),
     "qwen2": GGUFArchitecture(split="qwen2", layers=LayerTensors(has_biases=True)),
     "qwen3": GGUFArchitecture(split="qwen2", layers=_HEAD_NORMS),
-    "phi3": GGUFArchitecture(windows="all", layers=LayerTensors(is_fused=True, may_bias_inner=False)),
+    "phi3": GGUFArchitecture(
+        windows="all", layers=LayerTensors(is_fused=True, may_bias_inner=False), strips_markers=True
+    ),
     "gemma": GGUFArchitecture(layers=LayerTensors(may_bias_inner=False)),
     "gemma2": GGUFArchitecture(
         windows="periodic",
