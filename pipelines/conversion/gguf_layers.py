@@ -66,20 +66,15 @@ def _split_heads(values: dict[str, ov.Node], header: GGUFHeader) -> None:
         names = [name for name in values if re.fullmatch(rf"blk\.\d+\.{letter}cur", name)] if count == 1 else []
         for name in names:
             if f"{name}_r" not in values and f"{name}_normed" not in values:
-                readers = values[name].output(0).get_target_inputs()
-                heads = ops.reshape(values[name], [1, -1, 1, head_size(header)], False)
+                rows = values.get(f"{name}_b", values[name])
+                readers = rows.output(0).get_target_inputs()
+                heads = ops.reshape(rows, [1, -1, 1, head_size(header)], False)
                 for reader in readers:
                     reader.replace_source_output(heads.output(0))
                 values[f"{name}_r"] = heads
     for name in [name for name in values if name.endswith(".attn_out")] if num_heads(header) == 1 else []:
-        product = _product(values[name])
-        rows = ops.reshape(product.input_value(0), [1, 1, -1, head_size(header)], False)
-        product.input(0).replace_source_output(rows.output(0))
-
-
-def _product(node: ov.Node) -> ov.Node:
-    """Return the product before a bias."""
-    return node if node.get_type_name() == "MatMul" else node.input_value(0).get_node()
+        rows = ops.reshape(values[name].input_value(0), [1, 1, -1, head_size(header)], False)
+        values[name].input(0).replace_source_output(rows.output(0))
 
 
 def _norm_after(rotated: ov.Node, normed: ov.Node) -> None:

@@ -212,11 +212,12 @@ def random_values(shapes, scale):
     return {name: RANDOM.normal(0, scale, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def in_layers(shapes, scale=0.5):
-    return random_values({f"blk.{layer}.{name}": shape for layer in range(3) for name, shape in shapes.items()}, scale)
+def in_layers(shapes, scale=0.5, layers=3):
+    return random_values({f"blk.{layer}.{name}": shape for layer in range(layers) for name, shape in shapes.items()}, scale)
 
 
 BIASES = in_layers({"attn_q.bias": (HEADS * SIZE,), "attn_k.bias": (PAIRS * SIZE,), "attn_v.bias": (PAIRS * SIZE,)})
+FEW_BIASES = in_layers({f"attn_{letter}.bias": (SIZE,) for letter in "qkv"}, layers=4)
 OUTPUT = in_layers({"attn_output.bias": (WIDTH,)})
 INNER = in_layers({"ffn_gate.bias": (WIDTH,), "ffn_up.bias": (WIDTH,), "ffn_down.bias": (WIDTH,)})
 JOINED = in_layers({"attn_qkv.weight": ((HEADS + 2 * PAIRS) * SIZE, WIDTH)}, 1.2 / WIDTH**0.5) | in_layers(
@@ -253,9 +254,10 @@ OPTIONAL = {
     **{f"one head, {kind}": (kind, {"heads": (1, 1), "layers": 4}) for kind in ("llama", "smollm3", "phi3", "hunyuan-dense")},
     "one head, biases": ("qwen2", {"heads": (1, 1), "tensors": OUTPUT}),
     "one head, capped": ("gemma2", {"heads": (1, 1), "keys": {**WINDOW, **CAPS}}),
+    "one head, unrotated, biases": ("smollm3", {"heads": (1, 1), "layers": 4, "tensors": FEW_BIASES}),
     "norms after a rotation that scales": ("hunyuan-dense", {"keys": YARN}),
 }
-FEW = {"biases", "joined qwen2", "one key head", "one head, smollm3", "norms after a rotation that scales"}
+FEW = {"biases", "joined qwen2", "one key head", "one head, unrotated, biases", "norms after a rotation that scales"}
 
 
 @pytest.mark.parametrize(
