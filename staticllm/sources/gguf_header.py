@@ -239,9 +239,13 @@ def _header(path: Path, reader: _Reader, num_bytes: int) -> GGUFHeader:
 
 def _check_version(version: int) -> None:
     if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
-        raise _OtherVersionError("is big-endian, and little-endian files can be read: download the file of the other order")
+        raise _OtherVersionError(
+            "is big-endian, and little-endian files can be read: download the file of the other order"
+        )
     if version not in VERSIONS:
-        remedy = "download a newer file of the model" if version < VERSIONS[0] else "install a newer version of staticllm"
+        remedy = (
+            "download a newer file of the model" if version < VERSIONS[0] else "install a newer version of staticllm"
+        )
         known = " and ".join(map(str, VERSIONS))
         raise _OtherVersionError(f"cannot be read (its version is {version}, and {known} can be read): {remedy}")
 

@@ -213,7 +213,9 @@ def random_values(shapes, scale):
 
 
 def in_layers(shapes, scale=0.5, layers=3):
-    return random_values({f"blk.{layer}.{name}": shape for layer in range(layers) for name, shape in shapes.items()}, scale)
+    return random_values(
+        {f"blk.{layer}.{name}": shape for layer in range(layers) for name, shape in shapes.items()}, scale
+    )
 
 
 BIASES = in_layers({"attn_q.bias": (HEADS * SIZE,), "attn_k.bias": (PAIRS * SIZE,), "attn_v.bias": (PAIRS * SIZE,)})
@@ -251,7 +253,10 @@ OPTIONAL = {
     "one key head": ("llama", {"heads": (8, 1)}),
     "one key head, part": ("minicpm", {"heads": (8, 1), "keys": {**MINICPM, "rope.dimension_count": 16}}),
     "one key head, unrotated": ("smollm3", {"heads": (4, 1), "layers": 4, "quantised": "Q4_1"}),
-    **{f"one head, {kind}": (kind, {"heads": (1, 1), "layers": 4}) for kind in ("llama", "smollm3", "phi3", "hunyuan-dense")},
+    **{
+        f"one head, {kind}": (kind, {"heads": (1, 1), "layers": 4})
+        for kind in ("llama", "smollm3", "phi3", "hunyuan-dense")
+    },
     "one head, biases": ("qwen2", {"heads": (1, 1), "tensors": OUTPUT}),
     "one head, capped": ("gemma2", {"heads": (1, 1), "keys": {**WINDOW, **CAPS}}),
     "one head, unrotated, biases": ("smollm3", {"heads": (1, 1), "layers": 4, "tensors": FEW_BIASES}),

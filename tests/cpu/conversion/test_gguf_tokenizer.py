@@ -201,8 +201,8 @@ def test_spaces_behind_markers_are_no_text_where_the_architecture_says_so(seed, 
     tokenizer = saved(vocabulary.write(tmp_path / "model.gguf", architecture=architecture), tmp_path / "own")
     stripping = STRIPPING if architecture == "phi3" else ()
     source = random.Random(seed)
-    for text in gguf_texts.random_texts(seed, count):
-        words = [*text, *"  \n\t", *STRIPPING, "<|user|>\n", "<|endoftext|>", "<unk>", "<s>"]
+    for drawn in gguf_texts.random_texts(seed, count):
+        words = [*drawn, *"  \n\t", *STRIPPING, "<|user|>\n", "<|endoftext|>", "<unk>", "<s>"]
         text = "".join(source.choice(words) for _ in range(source.randint(1, 24)))
         found = tokenizer.encode(text, add_special_tokens=False).input_ids.data[0].tolist()
         assert found == gguf_texts.ids_of(vocabulary, text, stripping=stripping), text

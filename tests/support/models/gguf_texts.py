@@ -243,5 +243,7 @@ def peer_of(tokenizers, vocabulary, splits=(), is_whole=False, composes=False, s
         model = tokenizers.models.BPE(places, merges, byte_fallback=has_bytes, fuse_unk=True, unk_token="<unk>")
         found = tokenizers.Tokenizer(model)
         found.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    found.add_special_tokens([tokenizers.AddedToken(each, normalized=False, rstrip=each in stripping) for each in vocabulary.added])
+    found.add_special_tokens(
+        [tokenizers.AddedToken(each, normalized=False, rstrip=each in stripping) for each in vocabulary.added]
+    )
     return found
