@@ -74,7 +74,10 @@ _CASELESS = (
     r"|\s+(?!\S)|\s+"
 )
 _BY_THREE, _BY_ONE = (_CASELESS.format(digits=digits) for digits in ("{1,3}", ""))
-_BY_LINE = r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_BY_LINE = (
+    r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]"
+    r"|\s+(?!\S)|\s+"
+)
 _BY_SIGN = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+"""
     r"|\s+(?!\S)|\s+"
