@@ -11,7 +11,7 @@ from openvino import opset13 as ops
 from staticllm.errors import ModelError, shown
 from staticllm.sources.gguf_architectures import EXPORT, architecture_of, layer_of
 from staticllm.sources.gguf_header import GGUFHeader
-from staticllm.sources.gguf_tensors import ROTATION_TENSORS
+from staticllm.sources.gguf_tensors import ROTATION_TENSORS, head_size, num_heads, num_kv_heads
 
 from ...compiler_passes.graph.step_graph import redirect
 
@@ -32,6 +32,7 @@ def mend_layers(model: ov.Model, header: GGUFHeader) -> None:
         if node.get_type_name() != "Result"
     }
     _check_tensors(values, header)
+    _split_heads(values, header)
     architecture = architecture_of(header)
     for name, node in values.items():
         layer = layer_of(name)
@@ -42,8 +43,8 @@ def mend_layers(model: ov.Model, header: GGUFHeader) -> None:
             redirect(node.output(0), _value(values, header, f"{before}_r").output(0))
         elif architecture.normed_after_rotation:
             _norm_after(node, _value(values, header, f"{before}_normed"))
-    if architecture.windows == "all" and _WINDOW_MASK in values:
-        redirect(_value(values, header, _MASK).output(0), values[_WINDOW_MASK].output(0))
+    if architecture.windows == "all" and {_MASK, _WINDOW_MASK} <= values.keys():  # one layer may have the second alone
+        redirect(values[_MASK].output(0), values[_WINDOW_MASK].output(0))
     if architecture.divides_logits and "result_output_scaled" in values:
         factor = values["result_output_scaled"].input_value(1).get_node()
         inverse = ops.constant(np.float32(1 / factor.data.reshape(-1)[0]))
@@ -55,6 +56,26 @@ def _value(values: dict[str, ov.Node], header: GGUFHeader, name: str) -> ov.Node
     if name not in values:
         raise ModelError(f"{str(header.path)!r} has layers without {name}, which its architecture has: {EXPORT}")
     return values[name]
+
+
+def _split_heads(values: dict[str, ov.Node], header: GGUFHeader) -> None:
+    """Give single heads their axis, which the reader leaves out: it takes their tokens for heads, or heads for tokens.
+
+    Heads are ``[1, tokens, heads, size]``, the products before and after them ``[1, 1, tokens, numbers]``.
+    """
+    for letter, count in (("Q", num_heads(header)), ("K", num_kv_heads(header))):
+        names = [name for name in values if re.fullmatch(rf"blk\.\d+\.{letter}cur", name)] if count == 1 else []
+        for name in names:
+            if f"{name}_r" not in values and f"{name}_normed" not in values:
+                rows = values.get(f"{name}_b", values[name])
+                readers = rows.output(0).get_target_inputs()
+                heads = ops.reshape(rows, [1, -1, 1, head_size(header)], False)
+                for reader in readers:
+                    reader.replace_source_output(heads.output(0))
+                values[f"{name}_r"] = heads
+    for name in [name for name in values if name.endswith(".attn_out")] if num_heads(header) == 1 else []:
+        rows = ops.reshape(values[name].input_value(0), [1, 1, -1, head_size(header)], False)
+        values[name].input(0).replace_source_output(rows.output(0))
 
 
 def _norm_after(rotated: ov.Node, normed: ov.Node) -> None:

@@ -37,7 +37,8 @@ def restore_angles(model: ov.Model, header: GGUFHeader) -> None:
 
 def _restore(node: ov.Node, header: GGUFHeader) -> None:
     is_windowed = {has_window(header, layer) for layer in _layers_behind(node)}
-    own_base = architecture_of(header).window_base
+    architecture = architecture_of(header)
+    own_base = architecture.window_base
     if not is_windowed or (own_base is not None and len(is_windowed) > 1):
         raise ModelError(f"{str(header.path)!r} turns its layers in a way that is not known: {EXPORT}")
     half = node.get_output_partial_shape(0)[3].get_length()
@@ -50,7 +51,7 @@ def _restore(node: ov.Node, header: GGUFHeader) -> None:
         size = 1.0
     else:
         turn = _turn(header, half, _positions(node))
-        size = magnitude(header)
+        size = 1.0 if architecture.normed_after_rotation else magnitude(header)  # the norm divides by it again
     node.input(0).replace_source_output(ops.multiply(_positions(node), turn).output(0))
     factor.input(1).replace_source_output(ops.constant(np.float32(size)).output(0))
 

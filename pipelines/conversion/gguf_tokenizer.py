@@ -55,6 +55,8 @@ ENDS_OF_TEXT = ("</s>", "<eos>")
 """Tokens that end a text if a file does not say which does; elsewhere they may be text, such as HTML's."""
 _LOOKS_SPECIAL = re.compile(r"<\|.+\|>")
 """Tokens that are special in a file that does not say which are."""
+_KEEPS_SPACES = "<|endoftext|>"
+"""The one that begins no turn: spaces behind it are text, also where those behind others are not."""
 _SPACE = "▁"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 _MARKS = "\ufdd0", "\ufdd1"
@@ -73,6 +75,14 @@ _CASELESS = (
     r"|\s+(?!\S)|\s+"
 )
 _BY_THREE, _BY_ONE = (_CASELESS.format(digits=digits) for digits in ("{1,3}", ""))
+_BY_LINE = (
+    r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]"
+    r"|\s+(?!\S)|\s+"
+)
+_BY_SIGN = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+"""
+    r"|\s+(?!\S)|\s+"
+)
 _CASED = (
     r"[^\r\n\p{{L}}\p{{N}}]?((?=[\p{{L}}])([^a-z]))*((?=[\p{{L}}])([^A-Z]))+{ends}|[^\r\n\p{{L}}\p{{N}}]?((?=[\p{{L}}])([^a-z]))+"
     r"((?=[\p{{L}}])([^A-Z]))*{ends}|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -80,7 +90,9 @@ _CASED = (
 _ENDS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])?"
 SPLITS: Mapping[str, tuple[str, ...]] = {
     "default": (r"[\p{P}$+<=>^~|]+", _WORDS, r"\p{N}+", "[0-9][0-9][0-9]"),
-    **dict.fromkeys(("gpt-2", "phi-2", "jais", "trillion", "granite-docling", "mpt", "olmo"), (_WORDS,)),
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "jais", "trillion", "granite-docling", "mpt", "olmo", "exaone4", "gigachat"), (_WORDS,)
+    ),
     **dict.fromkeys(
         ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), (_DIGIT, _WORDS)
     ),
@@ -88,9 +100,11 @@ SPLITS: Mapping[str, tuple[str, ...]] = {
         ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "smaug-bpe", "dbrx", "lfm2"),
         (_BY_THREE,),
     ),
-    **dict.fromkeys(("chatglm-bpe", "glm4", "olmo2", "exaone4", "bailingmoe2", "gigachat"), (_BY_THREE,)),
+    **dict.fromkeys(("chatglm-bpe", "glm4", "olmo2"), (_BY_THREE,)),
     **dict.fromkeys(("qwen2", "stablelm2", "deepseek-r1-qwen", "megrez", "hunyuan"), (_BY_ONE,)),
     **dict.fromkeys(("gpt-4o", "llama4"), (_CASED.format(digits="{1,3}", ends=_ENDS),)),
+    **dict.fromkeys(("bailingmoe", "bailingmoe2", "llada-moe"), (_BY_LINE,)),
+    **dict.fromkeys(("hunyuan-dense", "deepseek-v3"), (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _BY_SIGN)),
     "tekken": (_CASED.format(digits="", ends=""),),
 }
 """The regular expressions, one after another, by which texts are split before pairs are merged."""
@@ -392,7 +406,9 @@ def _scored_pairs(header: GGUFHeader, vocabulary: _Vocabulary, special: SpecialT
     from openvino_tokenizers import tokenizer_pipeline as steps
 
     begins_with_space = _flag(header, ADD_SPACE, True)
-    yield steps.SpecialTokensSplit.from_string_iter(vocabulary.added)
+    stripping = _stripping(header, vocabulary)
+    added = [steps.SpecialToken(text, strip_right=text in stripping) for text in vocabulary.added]
+    yield steps.SpecialTokensSplit(added)
     if begins_with_space:
         yield steps.RegexNormalizationStep.prepend_regex(_SPACE)
     yield steps.RegexNormalizationStep(" ", _SPACE)
@@ -423,6 +439,15 @@ def _scored_pairs(header: GGUFHeader, vocabulary: _Vocabulary, special: SpecialT
     if begins_with_space:
         yield steps.RegexDecodingStep.strip_forward_space()
     yield steps.UTF8ValidateStep(mode=_replace_mode())
+
+
+def _stripping(header: GGUFHeader, vocabulary: _Vocabulary) -> set[str]:
+    """Return the tokens behind which spaces are no text: the original's say so, and files of its architecture do not."""
+    known = ARCHITECTURES.get(header.architecture)
+    if known is None or not known.strips_markers:
+        return set()
+    markers = {text for text in vocabulary.added if _LOOKS_SPECIAL.fullmatch(text)} - {_KEEPS_SPACES}
+    return markers | vocabulary.added.keys() & set(ENDS_OF_TEXT)
 
 
 def _unknown(header: GGUFHeader, vocabulary: _Vocabulary) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from staticllm.errors import last_line
-from staticllm.export.tokenizer_texts import first_difference, sample_texts
+from staticllm.export.tokenizer_texts import added_tokens, first_difference, sample_texts
 from staticllm.model_paths.path_kind import TOKENIZER_XML
 
 from ..launch.arguments import read_tokenizer
@@ -44,7 +44,7 @@ def tokenizer_verdicts(directory: Path) -> Iterator[Verdict]:
         ids: list[int] = own.encode(text, add_special_tokens=False).input_ids.data.reshape(-1).tolist()
         return ids
 
-    texts = sample_texts()
+    texts = sample_texts(added_tokens(original))
     found = first_difference(here, lambda text: [original.encode(text, add_special_tokens=False).ids], texts)
     said = "texts have the ids of the original" if found is None else "a text has other ids than in the original"
     figure = f"{len(texts)} {said}" if found is None else said

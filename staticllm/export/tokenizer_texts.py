@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 NUM_RANDOM = 300
 _LINES = (
@@ -23,13 +24,22 @@ _PARTS = (
     *".,;:!?'\"()-_/\\<>=+*#@&%", "é", "ß", "日", "本", "д", "🎉",
 )  # fmt: skip
 _MOST_IDS, _MOST_CHARS = 16, 80
+_MOST_ADDED = 50
+_AROUND = ("a {0} b", "x{0}{0}\n\n", "{0}\nHi {0}")
+"""Texts with markers, as chat templates write them: spaces beside some are no text."""
 
 
-def sample_texts() -> list[str]:
-    """Return the texts: always the same."""
+def sample_texts(added: Sequence[str] = ()) -> list[str]:
+    """Return the texts: always the same. ``added``: tokens that are found before a text is split, of which some are used."""
     source = random.Random(20)
     found = ("".join(source.choice(_PARTS) for _ in range(source.randint(1, 30))) for _ in range(NUM_RANDOM))
-    return [*_LINES, *found]
+    marked = [each.format(token) for token in added[:_MOST_ADDED] for each in _AROUND]
+    return [*_LINES, *found, *marked]
+
+
+def added_tokens(original: Any) -> list[str]:
+    """Return the texts of the added tokens of a tokenizer of the library ``tokenizers``, the first ids first."""
+    return [token.content for _, token in sorted(original.get_added_tokens_decoder().items())]
 
 
 def first_difference(

@@ -160,7 +160,7 @@ def _tokenizer_difference(target: Path) -> str | None:
         return [original.encode(text, add_special_tokens=adds).ids for adds in (True, False)]
 
     found: str | None = texts.first_difference(
-        lambda text: own([text])["input_ids"][0].tolist(), there, texts.sample_texts()
+        lambda text: own([text])["input_ids"][0].tolist(), there, texts.sample_texts(texts.added_tokens(original))
     )
     return found
 

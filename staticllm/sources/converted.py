@@ -41,7 +41,7 @@ from staticllm.wire.messages import Kind, Message
 
 FOLDER = "converted"
 CHILD = "staticllm.pipelines.conversion.child"
-FORMAT = "4"
+FORMAT = "5"
 """Changes when the same file is converted differently."""
 NOTES = "notes"
 """The field of the child's answer with what it has assumed, lines for the user."""

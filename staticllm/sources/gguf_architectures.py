@@ -41,6 +41,7 @@ class GGUFArchitecture:
     multiplies. ``deep``: the number of layers of the one size whose attention is scaled by the embedding's part of a head.
     ``layers``: the tensors of its layers. ``needs``: keys without which other programs guess.
     ``split``: how texts are split before pairs of bytes are merged, if all vocabularies of the architecture are split in one way.
+    ``strips_markers``: in vocabularies with scores, spaces behind markers of turns are no text, which no key says.
     """
 
     windows: Windows = "none"
@@ -54,10 +55,12 @@ class GGUFArchitecture:
     needs: frozenset[str] = frozenset()
     layers: LayerTensors = _PLAIN
     split: str = ""
+    strips_markers: bool = False
 
 
 _MULTIPLIERS = frozenset(("embedding_scale", "residual_scale", "logit_scale"))
 _CAPS = frozenset(("attn_logit_softcapping", "final_logit_softcapping"))
+_WINDOW = frozenset(("attention.sliding_window",))
 _HEAD_NORMS = LayerTensors(has_head_norms=True)
 ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     "llama": GGUFArchitecture(windows="all"),
@@ -68,14 +71,16 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
     ),
     "qwen2": GGUFArchitecture(split="qwen2", layers=LayerTensors(has_biases=True)),
     "qwen3": GGUFArchitecture(split="qwen2", layers=_HEAD_NORMS),
-    "phi3": GGUFArchitecture(windows="all", layers=LayerTensors(is_fused=True, may_bias_inner=False)),
+    "phi3": GGUFArchitecture(
+        windows="all", layers=LayerTensors(is_fused=True, may_bias_inner=False), strips_markers=True
+    ),
     "gemma": GGUFArchitecture(layers=LayerTensors(may_bias_inner=False)),
     "gemma2": GGUFArchitecture(
         windows="periodic",
         period=2,
         deep=46,
         keys=_CAPS,
-        needs=_CAPS,
+        needs=_CAPS | _WINDOW,
         layers=LayerTensors(has_post_norms=True, may_bias_inner=False),
     ),
     "gemma3": GGUFArchitecture(
@@ -84,6 +89,7 @@ ARCHITECTURES: Mapping[str, GGUFArchitecture] = {
         window_base=10000.0,
         deep=62,
         keys=frozenset(("final_logit_softcapping", "rope.freq_base_swa")),
+        needs=_WINDOW,
         layers=LayerTensors(has_head_norms=True, has_post_norms=True, may_bias_inner=False),
     ),
     "smollm3": GGUFArchitecture(period_unrotated=4, split="llama-bpe"),
@@ -249,9 +255,10 @@ def _is_right(header: GGUFHeader, key: str, value: Any) -> bool:
             and count >= _WHOLE[key]
         )
     if key in _WHOLE:
-        return isinstance(value, int) and not isinstance(value, bool) and _WHOLE[key] <= value <= _MOST_WHOLE
-    least, most = _REAL.get(key, (0, _MOST))
-    return isinstance(value, float) and (least <= value <= most or (value == 0 and key in _OFF))
+        least = 1 if key in ARCHITECTURES[header.architecture].needs else _WHOLE[key]
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MOST_WHOLE
+    lowest, most = _REAL.get(key, (0, _MOST))
+    return isinstance(value, float) and (lowest <= value <= most or (value == 0 and key in _OFF))
 
 
 def _contradictions(header: GGUFHeader) -> Iterator[str]:

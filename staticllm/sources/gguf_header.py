@@ -39,7 +39,9 @@ _BLOCKS = {
     13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 15: ("Q8_K", 256, 292), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
     18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110), 22: ("IQ2_S", 256, 82),
     23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4), 27: ("I64", 1, 8), 28: ("F64", 1, 8),
-    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+    29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 31: ("Q4_0_4_4", 32, 18), 32: ("Q4_0_4_8", 32, 18), 33: ("Q4_0_8_8", 32, 18),
+    34: ("TQ1_0", 256, 54), 35: ("TQ2_0", 256, 66), 36: ("IQ4_NL_4_4", 32, 18), 37: ("IQ4_NL_4_8", 32, 18),
+    38: ("IQ4_NL_8_8", 32, 18), 39: ("MXFP4", 32, 17), 40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18),
 }  # fmt: skip
 """The types of tensors: name, numbers per block, bytes per block."""
 
@@ -47,7 +49,8 @@ _FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
     13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS", 21: "Q2_K_S",
     22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S", 29: "IQ2_M", 30: "IQ4_XS",
-    31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
+    31: "IQ1_M", 32: "BF16", 33: "Q4_0_4_4", 34: "Q4_0_4_8", 35: "Q4_0_8_8", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4_MOE",
+    39: "NVFP4", 40: "Q1_0",
 }  # fmt: skip
 """The values of ``general.file_type``: what a file as a whole is called, whose tensors have several types."""
 
@@ -117,6 +120,10 @@ class GGUFHeader:
 
 class _DamagedError(ValueError):
     """What is wrong with the file, without its name."""
+
+
+class _OtherVersionError(ValueError):
+    """Why a file that may be whole cannot be read, without its name, and what helps."""
 
 
 class _Reader:
@@ -191,6 +198,8 @@ def read_gguf_header(path: Path) -> GGUFHeader:
         raise ModelError(f"{str(path)!r} cannot be read ({error.strerror or error}): check its permissions") from None
     except _DamagedError as error:
         raise ModelError(f"{str(path)!r} is damaged ({error}): download it again") from None
+    except _OtherVersionError as error:
+        raise ModelError(f"{str(path)!r} {error}") from None
     except MemoryError:
         raise ModelError(f"{str(path)!r} has more metadata than memory is free: close other programs") from None
     parts = header.number(SPLITS)
@@ -205,8 +214,7 @@ def _header(path: Path, reader: _Reader, num_bytes: int) -> GGUFHeader:
     if reader.take(4, "the magic number") != MAGIC:
         raise _DamagedError("it does not begin with GGUF")
     version = int(reader.number(4, "the version"))
-    if version not in VERSIONS:
-        raise _DamagedError(f"its version is {version}, and {' and '.join(map(str, VERSIONS))} can be read")
+    _check_version(version)
     num_tensors = reader.count("the number of tensors", MAX_TENSORS)
     num_keys = reader.count("the number of keys", MAX_KEYS)
     metadata: dict[str, Any] = {}
@@ -227,6 +235,19 @@ def _header(path: Path, reader: _Reader, num_bytes: int) -> GGUFHeader:
                 f"the tensors {shown(one.name)} and {shown(next_one.name)} share bytes at {next_one.offset}"
             )
     return GGUFHeader(path, metadata, tensors, num_bytes)
+
+
+def _check_version(version: int) -> None:
+    if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
+        raise _OtherVersionError(
+            "is big-endian, and little-endian files can be read: download the file of the other order"
+        )
+    if version not in VERSIONS:
+        remedy = (
+            "download a newer file of the model" if version < VERSIONS[0] else "install a newer version of staticllm"
+        )
+        known = " and ".join(map(str, VERSIONS))
+        raise _OtherVersionError(f"cannot be read (its version is {version}, and {known} can be read): {remedy}")
 
 
 def _alignment(metadata: Mapping[str, Any]) -> int:

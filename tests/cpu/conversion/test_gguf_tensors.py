@@ -8,7 +8,18 @@ import numpy as np
 import openvino as ov
 import pytest
 from support.models.gguf_numpy import Reference
-from support.models.gguf_random import HEADS, PAIRS, SIZE, WIDTH, shapes_of, write_random
+from support.models.gguf_random import (
+    CAPS,
+    HEADS,
+    MINICPM,
+    PAIRS,
+    SIZE,
+    WIDTH,
+    WINDOW,
+    YARN,
+    shapes_of,
+    write_random,
+)
 
 from staticllm.errors import ModelError
 from staticllm.pipelines.conversion.gguf_model import convert
@@ -201,11 +212,14 @@ def random_values(shapes, scale):
     return {name: RANDOM.normal(0, scale, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def in_layers(shapes, scale=0.5):
-    return random_values({f"blk.{layer}.{name}": shape for layer in range(3) for name, shape in shapes.items()}, scale)
+def in_layers(shapes, scale=0.5, layers=3):
+    return random_values(
+        {f"blk.{layer}.{name}": shape for layer in range(layers) for name, shape in shapes.items()}, scale
+    )
 
 
 BIASES = in_layers({"attn_q.bias": (HEADS * SIZE,), "attn_k.bias": (PAIRS * SIZE,), "attn_v.bias": (PAIRS * SIZE,)})
+FEW_BIASES = in_layers({f"attn_{letter}.bias": (SIZE,) for letter in "qkv"}, layers=4)
 OUTPUT = in_layers({"attn_output.bias": (WIDTH,)})
 INNER = in_layers({"ffn_gate.bias": (WIDTH,), "ffn_up.bias": (WIDTH,), "ffn_down.bias": (WIDTH,)})
 JOINED = in_layers({"attn_qkv.weight": ((HEADS + 2 * PAIRS) * SIZE, WIDTH)}, 1.2 / WIDTH**0.5) | in_layers(
@@ -235,8 +249,20 @@ OPTIONAL = {
     ),
     "shorter": ("llama", {"keys": {"attention.key_length": None, "attention.value_length": None}}),
     "no base": ("qwen2", {"keys": {"rope.freq_base": None, "rope.dimension_count": None}}),
+    "one layer": ("mistral3", {"keys": WINDOW, "layers": 1}),
+    "one key head": ("llama", {"heads": (8, 1)}),
+    "one key head, part": ("minicpm", {"heads": (8, 1), "keys": {**MINICPM, "rope.dimension_count": 16}}),
+    "one key head, unrotated": ("smollm3", {"heads": (4, 1), "layers": 4, "quantised": "Q4_1"}),
+    **{
+        f"one head, {kind}": (kind, {"heads": (1, 1), "layers": 4})
+        for kind in ("llama", "smollm3", "phi3", "hunyuan-dense")
+    },
+    "one head, biases": ("qwen2", {"heads": (1, 1), "tensors": OUTPUT}),
+    "one head, capped": ("gemma2", {"heads": (1, 1), "keys": {**WINDOW, **CAPS}}),
+    "one head, unrotated, biases": ("smollm3", {"heads": (1, 1), "layers": 4, "tensors": FEW_BIASES}),
+    "norms after a rotation that scales": ("hunyuan-dense", {"keys": YARN}),
 }
-FEW = {"biases", "joined qwen2"}
+FEW = {"biases", "joined qwen2", "one key head", "one head, unrotated, biases", "norms after a rotation that scales"}
 
 
 @pytest.mark.parametrize(
@@ -287,6 +313,8 @@ def shaped(**sizes):
         ("llama", {"keys": {"attention.layer_norm_rms_epsilon": None}}, "has no llama.attention.layer_norm_rms_epsilon"),
         ("minicpm", {"keys": {"embedding_scale": 12.0, "residual_scale": 0.2}}, "has no minicpm.logit_scale"),
         ("gemma2", {"keys": {"attention.sliding_window": 16}}, "logit_softcapping"),
+        ("gemma3", {}, "has no gemma3.attention.sliding_window, which every file of this architecture must have"),
+        ("gemma2", {"keys": {**CAPS, "attention.sliding_window": 0}}, "has gemma2.attention.sliding_window 0, which"),
     ],
 )  # fmt: skip
 def test_a_refused_file_is_named_and_nothing_is_kept(kind, options, said, tmp_path, cache):

@@ -187,6 +187,27 @@ def test_random_texts_have_the_tokens_of_the_library_tokenizers(kind, tmp_path):
         assert found == peer.encode(text, add_special_tokens=False).ids, text
 
 
+STRIPPING = ("</s>", "<|x|>", "<|user|>")
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "llama"])
+@pytest.mark.parametrize("seed,count", [(0, 200), pytest.param(1, 3000, marks=pytest.mark.slow)])
+def test_spaces_behind_markers_are_no_text_where_the_architecture_says_so(seed, count, architecture, tmp_path):
+    """As in the original's tokenizer, whose markers have ``rstrip``; a chat template writes a line end behind each."""
+    vocabulary = gguf_texts.scored_pairs(seed)
+    vocabulary.tokens += ["<|user|>", "<|endoftext|>"]
+    vocabulary.types += [gguf_texts.CONTROL] * 2
+    vocabulary.scores += [-1e4, -1e4]
+    tokenizer = saved(vocabulary.write(tmp_path / "model.gguf", architecture=architecture), tmp_path / "own")
+    stripping = STRIPPING if architecture == "phi3" else ()
+    source = random.Random(seed)
+    for drawn in gguf_texts.random_texts(seed, count):
+        words = [*drawn, *"  \n\t", *STRIPPING, "<|user|>\n", "<|endoftext|>", "<unk>", "<s>"]
+        text = "".join(source.choice(words) for _ in range(source.randint(1, 24)))
+        found = tokenizer.encode(text, add_special_tokens=False).input_ids.data[0].tolist()
+        assert found == gguf_texts.ids_of(vocabulary, text, stripping=stripping), text
+
+
 def a_byte_vocabulary(path, *, merges=("a b", "Ġ a", "Ġ ab"), words=("ab", "Ġa", "Ġab", "abc", "hello", "xyz"), **more):
     """Write a file with all bytes, pairs, and words that no pair builds."""
     tokens = [*gguf_texts.byte_letters().values(), *words, "<s>", "</s>"]

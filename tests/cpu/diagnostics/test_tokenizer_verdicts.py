@@ -31,6 +31,9 @@ class Library:
 
     no_truncation = no_padding
 
+    def get_added_tokens_decoder(self):
+        return {1: SimpleNamespace(content="</s>"), 0: SimpleNamespace(content="<s>")}
+
     def encode(self, text, add_special_tokens=True):
         ids = self.own.encode(text, add_special_tokens=add_special_tokens).input_ids.data.reshape(-1).tolist()
         return SimpleNamespace(ids=[1, 2, 3] if text == self.changed else ids)
@@ -62,6 +65,15 @@ def test_the_first_text_that_differs_is_named_by_verify(folder, monkeypatch):
     assert "\n" not in found.line()
 
 
+@pytest.mark.parametrize("text", ["x</s></s>\n\n", "<s>\nHi <s>"])
+def test_texts_with_markers_of_chat_templates_are_compared(text, folder, monkeypatch):
+    """Such as an original that takes the line ends behind a marker for no text."""
+    use(monkeypatch, Library(folder, changed=text))
+    (found,) = tokenizer_verdicts(folder)
+    assert not found.is_ok
+    assert f"{text!r} is [" in found.line()
+
+
 def test_a_text_that_cannot_be_encoded_is_named(folder, monkeypatch):
     class Failing:
         def encode(self, text, **options):
@@ -89,6 +101,17 @@ def test_an_original_that_cannot_be_read_is_a_line(folder, monkeypatch):
     (found,) = tokenizer_verdicts(folder)
     assert not found.is_ok
     assert "tokenizer.json cannot be read" in found.line()
+
+
+@pytest.mark.slow
+def test_an_original_whose_markers_take_spaces_is_another_one(folder):
+    pytest.importorskip("tokenizers")
+    values = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    values["added_tokens"][1]["rstrip"] = True
+    (folder / "tokenizer.json").write_text(json.dumps(values), "utf-8")
+    (found,) = tokenizer_verdicts(folder)
+    assert not found.is_ok
+    assert repr(values["added_tokens"][1]["content"])[1:-1] in found.line()
 
 
 @pytest.mark.slow

@@ -30,6 +30,13 @@ def test_the_texts_are_some_hundred_and_always_the_same():
         assert part in everything
 
 
+def test_added_tokens_are_in_the_texts_and_not_too_many():
+    texts = sample_texts([f"<|{number}|>" for number in range(1000)])
+    assert texts[: len(sample_texts())] == sample_texts()
+    assert "a <|0|> b" in texts
+    assert len(texts) < 600
+
+
 @pytest.mark.parametrize(
     "here,there,said",
     [

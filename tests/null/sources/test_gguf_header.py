@@ -72,7 +72,9 @@ def test_what_the_library_writes_is_read(whole):
         (b"", "the file ends"),
         (b"GGUF", "the version has 4 bytes at 4, and the file ends"),
         (header_of(magic=b"FUGG"), "does not begin with GGUF"),
-        (header_of(version=1), "its version is 1, and 2 and 3 can be read"),
+        (header_of(version=1), "its version is 1, and 2 and 3 can be read): download a newer file"),
+        (header_of(version=4), "its version is 4, and 2 and 3 can be read): install a newer version"),
+        (struct.pack(">4sIQQ", b"GGUF", 3, 0, 0), "is big-endian, and little-endian files can be read"),
         (header_of(num_tensors=1 << 60), f"the number of tensors is {1 << 60}, at most {gguf_header.MAX_TENSORS}"),
         (header_of(num_keys=1_000_000), "the number of keys is 1000000, at most"),
         (header_of(num_keys=1) + struct.pack("<Q", 1 << 40), "the length of a key"),
@@ -149,3 +151,11 @@ def test_any_damage_is_read_or_gets_one_line(whole, num_cases):
             assert "\n" not in str(error)
         else:
             assert all(0 < each.offset <= each.offset + each.num_bytes <= len(data) for each in header.tensors)
+
+
+@pytest.mark.parametrize("kind", gguf.GGMLQuantizationType, ids=str)
+def test_types_of_the_format_are_known_by_name(kind, tmp_path):
+    """Those that cannot be read too, so that the message can say what to take instead."""
+    path = tmp_path / "model.gguf"
+    path.write_bytes(header_of(tensors=[tensor(shape=(256,), kind=kind)]) + bytes(4096))
+    assert [each.kind for each in read_gguf_header(path).tensors] == [kind.name]

@@ -20,23 +20,24 @@ RANDOM = {"Q2_K": (84, (80, 82)), "Q3_K": (110, (108,))}
 """Types that the library only reads: bytes per block of 256, and where its f16 scales are."""
 
 
-def shapes_of(kind, layers, is_tied):
-    """Return the shapes of an architecture's tensors by name."""
+def shapes_of(kind, layers, is_tied, heads=(HEADS, PAIRS)):
+    """Return the shapes of an architecture's tensors by name. ``heads``: those of queries, and those of keys and values."""
+    queries, pairs = heads
     found = {"token_embd.weight": (VOCABULARY, WIDTH), "output_norm.weight": (WIDTH,)}
     if not is_tied:
         found["output.weight"] = (VOCABULARY, WIDTH)
-    wide = (HEADS + 2 * PAIRS) * SIZE
+    wide = (queries + 2 * pairs) * SIZE
     for layer in range(layers):
         own = {"attn_norm.weight": (WIDTH,), "ffn_norm.weight": (WIDTH,), "ffn_down.weight": (WIDTH, WIDTH)}
-        own["attn_output.weight"] = (WIDTH, HEADS * SIZE)
+        own["attn_output.weight"] = (WIDTH, queries * SIZE)
         if kind == "phi3":
             own |= {"attn_qkv.weight": (wide, WIDTH), "ffn_up.weight": (2 * WIDTH, WIDTH)}
         else:
             own |= {"ffn_up.weight": (WIDTH, WIDTH), "ffn_gate.weight": (WIDTH, WIDTH)}
-            for letter, heads in (("q", HEADS), ("k", PAIRS), ("v", PAIRS)):
-                own[f"attn_{letter}.weight"] = (heads * SIZE, WIDTH)
+            for letter, count in (("q", queries), ("k", pairs), ("v", pairs)):
+                own[f"attn_{letter}.weight"] = (count * SIZE, WIDTH)
                 if kind == "qwen2":
-                    own[f"attn_{letter}.bias"] = (heads * SIZE,)
+                    own[f"attn_{letter}.bias"] = (count * SIZE,)
         if kind in ("qwen3", "gemma3", "hunyuan-dense"):
             own |= {"attn_q_norm.weight": (SIZE,), "attn_k_norm.weight": (SIZE,)}
         if kind in ("gemma2", "gemma3"):
@@ -57,7 +58,9 @@ def packed(values, kind, random):
     return data.reshape(*values.shape[:-1], -1)
 
 
-def write_random(path, kind, *, layers=3, keys=(), tensors=(), is_tied=False, quantised="F32", change=dict):
+def write_random(
+    path, kind, *, layers=3, keys=(), tensors=(), is_tied=False, quantised="F32", change=dict, heads=(HEADS, PAIRS)
+):
     """Write a file with more keys, behind the architecture's name, and more tensors. Keys that are None are left out.
 
     ``change``: a function from the shapes of its tensors by name to those that are written.
@@ -66,7 +69,7 @@ def write_random(path, kind, *, layers=3, keys=(), tensors=(), is_tied=False, qu
     writer = gguf.GGUFWriter(path, kind)
     given = {
         "context_length": CONTEXT, "embedding_length": WIDTH, "block_count": layers, "feed_forward_length": WIDTH,
-        "attention.head_count": HEADS, "attention.head_count_kv": PAIRS, "attention.key_length": SIZE,
+        "attention.head_count": heads[0], "attention.head_count_kv": heads[1], "attention.key_length": SIZE,
         "attention.value_length": SIZE, "attention.layer_norm_rms_epsilon": 1e-5, "rope.dimension_count": SIZE,
         "rope.freq_base": 10000.0, **dict(keys),
     }  # fmt: skip
@@ -74,7 +77,7 @@ def write_random(path, kind, *, layers=3, keys=(), tensors=(), is_tied=False, qu
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add.get(type(value), writer.add_array)(f"{kind}.{key}", value)
     add_vocabulary(writer, VOCABULARY)
-    for name, shape in change(shapes_of(kind, layers, is_tied)).items():
+    for name, shape in change(shapes_of(kind, layers, is_tied, heads)).items():
         values = random.normal(0, 1, shape).astype(np.float32)
         if len(shape) == 2:
             own = packed(values * 1.2 / shape[1] ** 0.5, quantised, random)

@@ -135,13 +135,14 @@ def _shuffled(source, found):
     return found
 
 
-def ids_of(vocabulary, text, splits=(), is_whole=False, composes=False):
-    """Return the tokens of a text, without those that begin and end it."""
-    pattern = "|".join(map(re.escape, sorted(vocabulary.added, reverse=True)))
+def ids_of(vocabulary, text, splits=(), is_whole=False, composes=False, stripping=()):
+    """Return the tokens of a text, without those that begin and end it. Spaces behind tokens of ``stripping`` are no text."""
+    added = sorted(vocabulary.added, reverse=True)
+    pattern = "|".join(re.escape(each) + rf"[{SPACES}]*" * (each in stripping) for each in added)
     found = []
     for place, part in enumerate(re.split(f"({pattern})", text)):
         if place % 2:
-            found.append(vocabulary.added[part])
+            found.append(vocabulary.added[next(each for each in added if part.startswith(each))])
         elif part and vocabulary.kind == "gpt2":
             normal = unicodedata.normalize("NFC", part) if composes else part
             found += _of_byte_pairs(vocabulary, pieces(normal, splits), is_whole)
@@ -222,7 +223,7 @@ def _of_scored_pairs(vocabulary, text):
         is_known = symbol in words
 
 
-def peer_of(tokenizers, vocabulary, splits=(), is_whole=False, composes=False):
+def peer_of(tokenizers, vocabulary, splits=(), is_whole=False, composes=False, stripping=()):
     """Return the tokenizer of the library ``tokenizers`` for a vocabulary."""
     parts, normalizers = tokenizers.pre_tokenizers, tokenizers.normalizers
     places = {token: place for place, token in enumerate(vocabulary.tokens)}
@@ -242,5 +243,7 @@ def peer_of(tokenizers, vocabulary, splits=(), is_whole=False, composes=False):
         model = tokenizers.models.BPE(places, merges, byte_fallback=has_bytes, fuse_unk=True, unk_token="<unk>")
         found = tokenizers.Tokenizer(model)
         found.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    found.add_special_tokens([tokenizers.AddedToken(each, normalized=False) for each in vocabulary.added])
+    found.add_special_tokens(
+        [tokenizers.AddedToken(each, normalized=False, rstrip=each in stripping) for each in vocabulary.added]
+    )
     return found
