@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph
-from staticllm.compiler_passes.inputs.expose_factors import expose_factors
-from staticllm.compiler_passes.inputs.expose_mask import expose_mask
-from staticllm.compiler_passes.inputs.expose_positions import expose_positions
-from staticllm.compiler_passes.inputs.prove_rows import prove_rows
-from staticllm.compiler_passes.npu_forms import NPU_FORMS
-from staticllm.compiler_passes.pass_pipeline import LoweringOptions, Pass, PassPipeline, VariantPass
-from staticllm.compiler_passes.rewrites.cut_heads import cut_heads
-from staticllm.compiler_passes.rewrites.decompose_attention import decompose_attention
-from staticllm.compiler_passes.rewrites.expose_adapters import expose_adapters
-from staticllm.compiler_passes.rewrites.group_queries import group_queries
-from staticllm.compiler_passes.rewrites.join_weights import join_weights
-from staticllm.compiler_passes.rewrites.mend_broadcasts import mend_broadcasts
-from staticllm.compiler_passes.rewrites.merge_joined import merge_joined
-from staticllm.compiler_passes.rewrites.merge_projections import merge_projections
-from staticllm.compiler_passes.rewrites.sign_sine import sign_sine
-from staticllm.compiler_passes.rewrites.write_by_select import write_by_select
-from staticllm.compiler_passes.shapes.cut_head import cut_head
-from staticllm.compiler_passes.shapes.select_logits import select_logits
-from staticllm.compiler_passes.states.fix_cache_position import fix_cache_position
-from staticllm.compiler_passes.states.keep_new_rows import keep_new_rows
-from staticllm.compiler_passes.states.lift_state import lift_state
-from staticllm.compiler_passes.states.store_kv_as import store_kv_as
 from staticllm.devices import kind, merges_projections
+
+from .graph.step_graph import StepGraph
+from .inputs.expose_factors import expose_factors
+from .inputs.expose_mask import expose_mask
+from .inputs.expose_positions import expose_positions
+from .inputs.prove_rows import prove_rows
+from .npu_forms import NPU_FORMS
+from .pass_pipeline import LoweringOptions, Pass, PassPipeline, VariantPass
+from .rewrites.cut_heads import cut_heads
+from .rewrites.decompose_attention import decompose_attention
+from .rewrites.expose_adapters import expose_adapters
+from .rewrites.group_queries import group_queries
+from .rewrites.join_weights import join_weights
+from .rewrites.mend_broadcasts import mend_broadcasts
+from .rewrites.merge_joined import merge_joined
+from .rewrites.merge_projections import merge_projections
+from .rewrites.sign_sine import sign_sine
+from .rewrites.write_by_select import write_by_select
+from .shapes.cut_head import cut_head
+from .shapes.select_logits import select_logits
+from .states.fix_cache_position import fix_cache_position
+from .states.keep_new_rows import keep_new_rows
+from .states.lift_state import lift_state
+from .states.store_kv_as import store_kv_as
 
 DECODER: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
     (

@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
-from staticllm.compiler_passes.inputs.check_places import check_places
-from staticllm.compiler_passes.inputs.expose_encoder_mask import expose_encoder_mask
-from staticllm.compiler_passes.inputs.expose_encoder_positions import expose_encoder_positions
-from staticllm.compiler_passes.inputs.expose_past import expose_past
-from staticllm.compiler_passes.inputs.fix_encoder_inputs import fix_encoder_inputs
-from staticllm.compiler_passes.inputs.prove_packing import prove_packing
-from staticllm.compiler_passes.inputs.prove_past import prove_past
-from staticllm.compiler_passes.npu_forms import NPU_FORMS
-from staticllm.compiler_passes.pass_pipeline import EncoderOptions, Pass, PassPipeline
-from staticllm.compiler_passes.rewrites.decompose_attention import decompose_attention
-from staticllm.compiler_passes.shapes.add_pooling import add_pooling
-from staticllm.compiler_passes.shapes.pool_scores import pool_scores
-from staticllm.compiler_passes.shapes.select_output import select_output
-from staticllm.compiler_passes.states.drop_past import drop_past
 from staticllm.devices import kind
+
+from .graph.encoder_graph import EncoderGraph
+from .inputs.check_places import check_places
+from .inputs.expose_encoder_mask import expose_encoder_mask
+from .inputs.expose_encoder_positions import expose_encoder_positions
+from .inputs.expose_past import expose_past
+from .inputs.fix_encoder_inputs import fix_encoder_inputs
+from .inputs.prove_packing import prove_packing
+from .inputs.prove_past import prove_past
+from .npu_forms import NPU_FORMS
+from .pass_pipeline import EncoderOptions, Pass, PassPipeline
+from .rewrites.decompose_attention import decompose_attention
+from .shapes.add_pooling import add_pooling
+from .shapes.pool_scores import pool_scores
+from .shapes.select_output import select_output
+from .states.drop_past import drop_past
 
 ENCODER: PassPipeline[EncoderGraph, EncoderOptions] = PassPipeline(
     (

@@ -14,9 +14,10 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import consumers, redirect
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import ATTENTION_MASK, BEAM_IDX, INPUT_IDS, LOGITS, POSITION_IDS
+
+from .graph.step_graph import consumers, redirect
 
 STAGE = "gguf"
 TOKENS, POSITIONS, ROWS, OUT_ROWS = "inp_tokens", "inp_pos", "inp_kv_idx", "inp_out_ids"

@@ -6,20 +6,21 @@ from dataclasses import dataclass
 
 import openvino as ov
 
-from staticllm.compiler_passes.decoder import DECODER
-from staticllm.compiler_passes.graph.check_graph import check_inputs, check_static
-from staticllm.compiler_passes.graph.step_graph import StepGraph
-from staticllm.compiler_passes.pass_pipeline import (
+from staticllm.core import KEY_POSITIONS, ModelShape, Variant
+from staticllm.errors import UnsupportedModelError
+from staticllm.ports import EMBEDDINGS, LOGITS, POSITION_IDS, input_names
+
+from .decoder import DECODER
+from .graph.check_graph import check_inputs, check_static
+from .graph.step_graph import StepGraph
+from .pass_pipeline import (
     LoweringOptions,
     PassPipeline,
     PassReport,
     VariantPass,
     run_variant_passes,
 )
-from staticllm.compiler_passes.shapes.fix_shapes import bound_shapes, fix_shapes
-from staticllm.core import KEY_POSITIONS, ModelShape, Variant
-from staticllm.errors import UnsupportedModelError
-from staticllm.ports import EMBEDDINGS, LOGITS, POSITION_IDS, input_names
+from .shapes.fix_shapes import bound_shapes, fix_shapes
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,16 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.decoder import DECODER_UNMERGED
-from staticllm.compiler_passes.graph.attention import find_attentions
-from staticllm.compiler_passes.graph.step_graph import StepGraph, named_result, redirect, upstream
-from staticllm.compiler_passes.lower_source import LoweredForOneSource
-from staticllm.compiler_passes.pass_pipeline import LoweringOptions
-from staticllm.compiler_passes.shapes.fix_shapes import fix_shapes
 from staticllm.core import AlignmentShape, KVType, Variant
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import ALIGNMENT, CROSS_MASK, HIDDEN, POSITION_IDS
+
+from .decoder import DECODER_UNMERGED
+from .graph.attention import find_attentions
+from .graph.step_graph import StepGraph, named_result, redirect, upstream
+from .lower_source import LoweredForOneSource
+from .pass_pipeline import LoweringOptions
+from .shapes.fix_shapes import fix_shapes
 
 STAGE = "lower_alignment"
 Heads = Sequence[tuple[int, int]]

@@ -6,11 +6,6 @@ from dataclasses import dataclass, replace
 
 import openvino as ov
 
-from staticllm.compiler_passes.encoder import ENCODER
-from staticllm.compiler_passes.graph.check_graph import check_inputs, check_static
-from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
-from staticllm.compiler_passes.graph.step_graph import sized
-from staticllm.compiler_passes.pass_pipeline import EncoderOptions, PassPipeline, PassReport
 from staticllm.core import EncoderShape, EncoderVariant
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import (
@@ -23,6 +18,12 @@ from staticllm.ports import (
     encoder_input_names,
     find_encoder_port,
 )
+
+from .encoder import ENCODER
+from .graph.check_graph import check_inputs, check_static
+from .graph.encoder_graph import EncoderGraph
+from .graph.step_graph import sized
+from .pass_pipeline import EncoderOptions, PassPipeline, PassReport
 
 
 @dataclass(frozen=True)

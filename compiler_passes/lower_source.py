@@ -13,13 +13,14 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.check_graph import check_static
-from staticllm.compiler_passes.graph.step_graph import StepGraph, named_result, redirect
-from staticllm.compiler_passes.pass_pipeline import PassReport
-from staticllm.compiler_passes.states.lift_cross import lift_cross, source_of_outputs
-from staticllm.compiler_passes.states.store_kv_as import ELEMENT_TYPES, cross_type
 from staticllm.core import KVState, KVType, SourceShape, SourceVariant
 from staticllm.errors import UnsupportedModelError
+
+from .graph.check_graph import check_static
+from .graph.step_graph import StepGraph, named_result, redirect
+from .pass_pipeline import PassReport
+from .states.lift_cross import lift_cross, source_of_outputs
+from .states.store_kv_as import ELEMENT_TYPES, cross_type
 
 STAGE = "lower_source"
 S = TypeVar("S")

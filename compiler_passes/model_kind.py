@@ -9,12 +9,13 @@ from typing import Literal
 
 import openvino as ov
 
-from staticllm.compiler_passes.shapes.select_output import HIDDEN_STATES, pooled_output
 from staticllm.devices import get_core
 from staticllm.errors import ModelError
 from staticllm.model_dir import read_model
 from staticllm.ports import INPUT_IDS, LOGITS
 from staticllm.sources.converted import given_as
+
+from .shapes.select_output import HIDDEN_STATES, pooled_output
 
 KindName = Literal["decoder", "encoder", "decoder embedder"]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph
-from staticllm.compiler_passes.rewrites.gate_last import gate_last
-from staticllm.compiler_passes.rewrites.halve_weights import halve_weights
-from staticllm.compiler_passes.rewrites.lead_groups import lead_groups
-from staticllm.compiler_passes.rewrites.merge_grouped import merge_grouped
-from staticllm.compiler_passes.rewrites.narrow_masks import narrow_masks
-from staticllm.compiler_passes.rewrites.narrow_scales import narrow_scales
-from staticllm.compiler_passes.rewrites.shift_zero_points import shift_zero_points
+from .graph.step_graph import StepGraph
+from .rewrites.gate_last import gate_last
+from .rewrites.halve_weights import halve_weights
+from .rewrites.lead_groups import lead_groups
+from .rewrites.merge_grouped import merge_grouped
+from .rewrites.narrow_masks import narrow_masks
+from .rewrites.narrow_scales import narrow_scales
+from .rewrites.shift_zero_points import shift_zero_points
 
 NPU_FORMS: tuple[tuple[str, Callable[[StepGraph], None]], ...] = (
     ("narrow_masks", narrow_masks),

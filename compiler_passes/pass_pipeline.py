@@ -9,12 +9,13 @@ from typing import Generic, TypeVar
 
 import openvino as ov
 
-from staticllm.compiler_passes.graph.check_graph import check_graph
-from staticllm.compiler_passes.graph.step_graph import StepGraph
-from staticllm.compiler_passes.shapes.add_pooling import Dense
 from staticllm.core import AdapterLayout, AdapterType, KVType, Variant
 from staticllm.errors import StaticLLMError, UnsupportedModelError
 from staticllm.system.long_calls import checkpoint
+
+from .graph.check_graph import check_graph
+from .graph.step_graph import StepGraph
+from .shapes.add_pooling import Dense
 
 Graph = TypeVar("Graph", bound=StepGraph)
 Options = TypeVar("Options")

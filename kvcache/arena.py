@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.core import KVState
-from staticllm.kvcache.groups import StateGroup, group_states, place_of
+
+from .groups import StateGroup, group_states, place_of
 
 Array = NDArray[Any]
 Allocate = Callable[[int], NDArray[np.uint8]]

@@ -13,17 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.core import ModelShape
-from staticllm.kvcache.arena import Allocate, Arena
-from staticllm.kvcache.cross_bank import CrossBank
-from staticllm.kvcache.finite import is_finite
-from staticllm.kvcache.mask import MaskBuilder, paint_positions
-from staticllm.kvcache.recurrent import StateBank
-from staticllm.kvcache.rotation import KeyRotations
-from staticllm.kvcache.sequence import PLAIN, Conditions, KVSequence
-from staticllm.kvcache.slot_allocator import SlotAllocator
-from staticllm.kvcache.step import Segment, Step, StepBuffers
-from staticllm.kvcache.stored import SequenceCopy, StoredLayout, StoredSequence, as_index
 from staticllm.ports import HIDDEN, VISIBLE
+
+from .arena import Allocate, Arena
+from .cross_bank import CrossBank
+from .finite import is_finite
+from .mask import MaskBuilder, paint_positions
+from .recurrent import StateBank
+from .rotation import KeyRotations
+from .sequence import PLAIN, Conditions, KVSequence
+from .slot_allocator import SlotAllocator
+from .step import Segment, Step, StepBuffers
+from .stored import SequenceCopy, StoredLayout, StoredSequence, as_index
 
 PAD_TOKEN = 0  # the token of idle rows; no other row sees them
 

@@ -15,7 +15,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 from staticllm.core import ModelShape
-from staticllm.kvcache.arena import Allocate, Arena
+
+from .arena import Allocate, Arena
 
 _numbers = count(1)
 

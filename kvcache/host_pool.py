@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.kvcache.sequence import PLAIN, Conditions, common_prefix, may_share
-from staticllm.kvcache.stored import StoredSequence
+from .sequence import PLAIN, Conditions, common_prefix, may_share
+from .stored import StoredSequence
 
 _Key = tuple[Conditions, tuple[int, ...]]
 MAX_CLAIMS = 64

@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.core import MaskKind, Variant
-from staticllm.kvcache.sequence import KVSequence
-from staticllm.kvcache.step import BufferPool, Segment, Step, StepBuffers
 from staticllm.ports import HIDDEN, VISIBLE
+
+from .sequence import KVSequence
+from .step import BufferPool, Segment, Step, StepBuffers
 
 Mask = NDArray[np.float32]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from staticllm.kvcache.cache import KVCache
-from staticllm.kvcache.host_pool import HostPool
-from staticllm.kvcache.sequence import PLAIN, Conditions, KVSequence, common_prefix, may_share
-from staticllm.kvcache.stored import SequenceCopy, StoredSequence
+from .cache import KVCache
+from .host_pool import HostPool
+from .sequence import PLAIN, Conditions, KVSequence, common_prefix, may_share
+from .stored import SequenceCopy, StoredSequence
 
 MIN_PREFIX = 16
 """Shorter prefixes are recomputed unless they are half of the prompt: a fresh prompt runs in cheaper programs."""

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.core import RecurrentState
-from staticllm.kvcache.sequence import KVSequence, StateSet
+
+from .sequence import KVSequence, StateSet
 
 
 class StateBank:

@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.core import KVState, KVType
-from staticllm.kvcache.groups import StateGroup, group_states
 from staticllm.system.bf16 import from_bf16, to_bf16
+
+from .groups import StateGroup, group_states
 
 Array = NDArray[Any]
 Keys = NDArray[np.float32]

@@ -20,10 +20,11 @@ import msgspec
 import numpy as np
 
 from staticllm.errors import SnapshotError, shown
-from staticllm.kvcache.finite import is_finite
-from staticllm.kvcache.sequence import Conditions
-from staticllm.kvcache.stored import StoredLayout, StoredSequence
 from staticllm.system.files import open_regular, whole_file
+
+from .finite import is_finite
+from .sequence import Conditions
+from .stored import StoredLayout, StoredSequence
 
 MAGIC, OLD_MAGIC = b"staticllm kv v3\n", b"staticllm rows"
 MAX_HEADER = 1 << 16

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.core import KV_TYPE_BYTES, ModelShape, Variant
-from staticllm.kvcache.groups import HOST_TYPES, group_states, place_of
-from staticllm.kvcache.sequence import KVSequence
+
+from .groups import HOST_TYPES, group_states, place_of
+from .sequence import KVSequence
 
 
 @dataclass(frozen=True)

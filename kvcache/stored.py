@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.kvcache.arena import Arena
-from staticllm.kvcache.groups import StateGroup
-from staticllm.kvcache.sequence import PLAIN, Conditions, KVSequence, StateSet
+from .arena import Arena
+from .groups import StateGroup
+from .sequence import PLAIN, Conditions, KVSequence, StateSet
 
 ArraySpec = tuple[tuple[int, ...], np.dtype[Any]]
 """Shape and element type of an array."""

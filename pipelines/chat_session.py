@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from staticllm.errors import GenerationConfigError, PromptError, SnapshotError, StaticLLMError
-from staticllm.pipelines.text.input_processor import Prompt, encode_messages
-from staticllm.pipelines.text.output_processor import RequestOutput
-from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
+
+from .text.input_processor import Prompt, encode_messages
+from .text.output_processor import RequestOutput
+from .text.tokenizer_tools import TokenizerTools
 
 
 class ChatSession:

@@ -16,17 +16,18 @@ import openvino_genai as genai
 
 from staticllm.config import as_float, is_whole
 from staticllm.errors import ConfigError, shown
-from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
-from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
-from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.pipelines.embedding.pool.pool_plan import POOL_PROPERTIES, take_options
-from staticllm.pipelines.embedding.pool.served_encoder import ServedEncoder, Serving, serve_encoder
-from staticllm.pipelines.embedding.queue.device_queue import DeviceState
-from staticllm.pipelines.embedding.text_tokenizer import TextTokenizer
-from staticllm.pipelines.engine.jobs import JobHost
 from staticllm.system.heap import return_free_memory
 from staticllm.system.threads import check_process, close_when_collected
+
+from .embedding.embedding_request import EmbeddingRequest
+from .embedding.encoder_kind import EncoderChoices
+from .embedding.packing.encoder_buffers import Vectors
+from .embedding.packing.tokenized_text import TokenizedText
+from .embedding.pool.pool_plan import POOL_PROPERTIES, take_options
+from .embedding.pool.served_encoder import ServedEncoder, Serving, serve_encoder
+from .embedding.queue.device_queue import DeviceState
+from .embedding.text_tokenizer import TextTokenizer
+from .engine.jobs import JobHost
 
 QUERY_PRIORITY = 1
 """The default priority of queries; that of documents is 0."""

@@ -17,33 +17,34 @@ from staticllm.config import Scheduler, StaticLLMConfig, as_float
 from staticllm.core import ProgressEvent
 from staticllm.errors import ConfigError, GenerationConfigError, shown
 from staticllm.model_dir import forget_in_memory
-from staticllm.pipelines.chat_session import ChatSession
-from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
-from staticllm.pipelines.daemon_client.remote_launch import RemoteLaunched, check_home, check_sendable, remote_launcher
-from staticllm.pipelines.engine.client import EngineClient
-from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.engine.overflow import OverflowRule
-from staticllm.pipelines.engine.request import OutputQueue
-from staticllm.pipelines.launch.arguments import named_in_memory, positional, resolve_candidates, source_of
-from staticllm.pipelines.launch.draft_source import take_draft_source, use_draft
-from staticllm.pipelines.launch.engine import Launched, launch
-from staticllm.pipelines.launch.text_reader import TextReader
-from staticllm.pipelines.loading.weights_watch import watch_of
-from staticllm.pipelines.profiling.stats import Stats
-from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
-from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.pipelines.scheduling.planner import make_policy
-from staticllm.pipelines.snapshots import ModelSnapshots
-from staticllm.pipelines.text.handle import GenerationHandle, answers_of
-from staticllm.pipelines.text.input_processor import GenerateCall, InputProcessor, Inputs, Prompt, TokenInputs, form_of
-from staticllm.pipelines.text.output_processor import RequestOutput, Results, results_of
-from staticllm.pipelines.text.stop_checker import StopChecker
-from staticllm.pipelines.text.streamers import TokenSink, check_callback, make_sink, stream
-from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
 from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 from staticllm.system.heap import return_free_memory
 from staticllm.system.load_progress import LoadProgress
 from staticllm.system.threads import close_when_collected
+
+from .chat_session import ChatSession
+from .daemon_client.remote_engine import DaemonHome
+from .daemon_client.remote_launch import RemoteLaunched, check_home, check_sendable, remote_launcher
+from .engine.client import EngineClient
+from .engine.engine import Engine
+from .engine.overflow import OverflowRule
+from .engine.request import OutputQueue
+from .launch.arguments import named_in_memory, positional, resolve_candidates, source_of
+from .launch.draft_source import take_draft_source, use_draft
+from .launch.engine import Launched, launch
+from .launch.text_reader import TextReader
+from .loading.weights_watch import watch_of
+from .profiling.stats import Stats
+from .profiling.trace import MAX_RECORDS, Trace
+from .scheduling.interface import Policy
+from .scheduling.planner import make_policy
+from .snapshots import ModelSnapshots
+from .text.handle import GenerationHandle, answers_of
+from .text.input_processor import GenerateCall, InputProcessor, Inputs, Prompt, TokenInputs, form_of
+from .text.output_processor import RequestOutput, Results, results_of
+from .text.stop_checker import StopChecker
+from .text.streamers import TokenSink, check_callback, make_sink, stream
+from .text.tokenizer_tools import TokenizerTools
 
 Streamer: TypeAlias = Callable[[str], genai.StreamingStatus | bool | None] | genai.StreamerBase | None
 GenerationConfig: TypeAlias = genai.GenerationConfig | Mapping[str, object] | None

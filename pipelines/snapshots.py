@@ -8,11 +8,12 @@ from pathlib import Path
 
 from staticllm.errors import SnapshotError
 from staticllm.model_dir import weights_of
-from staticllm.pipelines.artifacts.fingerprint import fingerprint_model
-from staticllm.pipelines.daemon_client.remote_launch import RemoteLaunched
-from staticllm.pipelines.engine.client import SnapshotTarget
-from staticllm.pipelines.launch.engine import Launched
-from staticllm.pipelines.text.input_processor import InputProcessor
+
+from .artifacts.fingerprint import fingerprint_model
+from .daemon_client.remote_launch import RemoteLaunched
+from .engine.client import SnapshotTarget
+from .launch.engine import Launched
+from .text.input_processor import InputProcessor
 
 
 class ModelSnapshots:

@@ -13,15 +13,16 @@ import openvino_genai as genai
 from staticllm.config import is_whole
 from staticllm.core import OnProgress
 from staticllm.errors import ConfigError, shown
-from staticllm.pipelines.embedding.embedding_config import (
+
+from .embedding.embedding_config import (
     POOLINGS,
     EmbeddingConfig,
     PoolingType,
     resolved_config,
 )
-from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
-from staticllm.pipelines.embedding.output_types import (
+from .embedding.embedding_request import EmbeddingRequest
+from .embedding.encoder_kind import EncoderChoices
+from .embedding.output_types import (
     Embeddings,
     OutputType,
     as_vectors,
@@ -29,11 +30,11 @@ from staticllm.pipelines.embedding.output_types import (
     convert,
     ranges_of,
 )
-from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
-from staticllm.pipelines.embedding.pool.served_encoder import Serving
-from staticllm.pipelines.embedding.text_tokenizer import Overflow, check_text, lower_case
-from staticllm.pipelines.encoder_pipeline import QUERY_PRIORITY, EncoderHandle, EncoderPipeline, OnTexts
-from staticllm.pipelines.engine.jobs import JobHost
+from .embedding.packing.encoder_buffers import Vectors
+from .embedding.pool.served_encoder import Serving
+from .embedding.text_tokenizer import Overflow, check_text, lower_case
+from .encoder_pipeline import QUERY_PRIORITY, EncoderHandle, EncoderPipeline, OnTexts
+from .engine.jobs import JobHost
 
 
 class EmbeddingHandle(EncoderHandle[Vectors]):

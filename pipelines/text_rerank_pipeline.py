@@ -13,17 +13,18 @@ from staticllm.config import one_of
 from staticllm.core import OnProgress
 from staticllm.errors import ConfigError, ModelError, PromptError, shown
 from staticllm.model_dir import check_model_dir
-from staticllm.pipelines.embedding.embedding_config import RerankConfig, resolved_config
-from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.encoder_files import read_encoder_files
-from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
-from staticllm.pipelines.embedding.pool.instances import EncoderInfo
-from staticllm.pipelines.embedding.pool.served_encoder import Serving
-from staticllm.pipelines.embedding.score_activation import ACTIVATIONS, Activation, activated, chosen_activation
-from staticllm.pipelines.embedding.text_tokenizer import Overflow
-from staticllm.pipelines.encoder_pipeline import QUERY_PRIORITY, EncoderHandle, EncoderPipeline, OnTexts
-from staticllm.pipelines.engine.jobs import JobHost
 from staticllm.system.signal_stack import kept_signal_stack
+
+from .embedding.embedding_config import RerankConfig, resolved_config
+from .embedding.embedding_request import EmbeddingRequest
+from .embedding.encoder_files import read_encoder_files
+from .embedding.encoder_kind import EncoderChoices
+from .embedding.pool.instances import EncoderInfo
+from .embedding.pool.served_encoder import Serving
+from .embedding.score_activation import ACTIVATIONS, Activation, activated, chosen_activation
+from .embedding.text_tokenizer import Overflow
+from .encoder_pipeline import QUERY_PRIORITY, EncoderHandle, EncoderPipeline, OnTexts
+from .engine.jobs import JobHost
 
 SCORE_WORDS = ("no", "yes")
 Scores = NDArray[np.float32]

@@ -20,32 +20,35 @@ from staticllm.core import OnProgress, ProgressEvent, SourceSpec
 from staticllm.errors import ConfigError, GenerationConfigError, shown
 from staticllm.metrics import MICRO, RawPerfMetrics
 from staticllm.model_dir import joins_tokens
-from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
-from staticllm.pipelines.daemon_client.remote_launch import RemoteSpeech, check_sendable, remote_launcher
-from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.engine.hosted_engine import HostedEngine
-from staticllm.pipelines.engine.jobs import JobHost, checked_host
-from staticllm.pipelines.engine.request import check_priority
-from staticllm.pipelines.launch.arguments import Candidate, read_tokenizer, resolve_candidates
-from staticllm.pipelines.profiling.stats import Stats
-from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.pipelines.scheduling.planner import make_policy
-from staticllm.pipelines.speech.audio import check_samples
-from staticllm.pipelines.speech.log_mel import read_mel_config
-from staticllm.pipelines.speech.results import (
+from staticllm.system.load_progress import LoadProgress
+from staticllm.system.threads import check_may_wait, close_when_collected
+
+from .daemon_client.remote_engine import DaemonHome
+from .daemon_client.remote_launch import RemoteSpeech, check_sendable, remote_launcher
+from .engine.engine import Engine
+from .engine.hosted_engine import HostedEngine
+from .engine.jobs import JobHost, checked_host
+from .engine.request import check_priority
+from .launch.arguments import Candidate, read_tokenizer, resolve_candidates
+from .profiling.stats import Stats
+from .scheduling.interface import Policy
+from .scheduling.planner import make_policy
+from .speech.audio import check_samples
+from .speech.log_mel import read_mel_config
+from .speech.results import (
     WhisperDecodedResults,
     WhisperPerfMetrics,
     WhisperRawPerfMetrics,
     chunks_of,
 )
-from staticllm.pipelines.speech.speech_files import SpeechFiles, speech_files
-from staticllm.pipelines.speech.speech_jobs import take_fall_back, take_has_words, take_num_windows
-from staticllm.pipelines.speech.speech_model import SpeechModel, load_speech
-from staticllm.pipelines.speech.transcription import ParallelWindows, Timings, Transcriber
-from staticllm.pipelines.speech.transcription_handle import TranscriptionHandle
-from staticllm.pipelines.speech.transcription_watch import TranscriptionWatch, WindowHeard
-from staticllm.pipelines.speech.voice import voice_detector
-from staticllm.pipelines.speech.whisper_config import (
+from .speech.speech_files import SpeechFiles, speech_files
+from .speech.speech_jobs import take_fall_back, take_has_words, take_num_windows
+from .speech.speech_model import SpeechModel, load_speech
+from .speech.transcription import ParallelWindows, Timings, Transcriber
+from .speech.transcription_handle import TranscriptionHandle
+from .speech.transcription_watch import TranscriptionWatch, WindowHeard
+from .speech.voice import voice_detector
+from .speech.whisper_config import (
     WhisperGenerationConfig,
     WhisperOptions,
     alignment_heads,
@@ -53,12 +56,10 @@ from staticllm.pipelines.speech.whisper_config import (
     copy_whisper_config,
     whisper_options,
 )
-from staticllm.pipelines.speech.words import with_whole_characters
-from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
-from staticllm.pipelines.text.streamers import TokenSink, make_sink
-from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
-from staticllm.system.load_progress import LoadProgress
-from staticllm.system.threads import check_may_wait, close_when_collected
+from .speech.words import with_whole_characters
+from .text.detokenizer import IncrementalDetokenizer
+from .text.streamers import TokenSink, make_sink
+from .text.tokenizer_tools import TokenizerTools
 
 RawSpeech: TypeAlias = Sequence[float] | NDArray[Any]
 Status = genai.StreamingStatus

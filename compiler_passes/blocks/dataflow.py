@@ -12,9 +12,10 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import part_of, redirect, upstream
 from staticllm.devices import get_core
 from staticllm.ports import CROSS, INPUT_FEATURES, INPUT_IDS, PAST, PRESENT, TOKEN_TYPE_IDS
+
+from ..graph.step_graph import part_of, redirect, upstream
 
 Origin = Literal["constant", "shared", "own", "tokens"]
 """``constant``: of constants; ``shared``: of inputs that all layers read (positions, masks); ``own``: of inputs that one layer

@@ -13,7 +13,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import redirect
+from ..graph.step_graph import redirect
 
 _RESHAPING = frozenset({"Reshape", "Broadcast"})
 _NUMBERS = frozenset({"f16", "f32"})

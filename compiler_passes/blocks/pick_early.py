@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 import openvino as ov
 
-from staticllm.compiler_passes.blocks.dataflow import Dataflow, port_name
-from staticllm.compiler_passes.graph.step_graph import consumers, redirect, through
 from staticllm.ports import LOGIT_ROWS
+
+from ..graph.step_graph import consumers, redirect, through
+from .dataflow import Dataflow, port_name
 
 TOKEN_AXIS = 1
 _ROW_WISE = frozenset(

@@ -14,8 +14,8 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.blocks.dataflow import port_name
-from staticllm.compiler_passes.graph.step_graph import named_parameter, redirect, through
+from ..graph.step_graph import named_parameter, redirect, through
+from .dataflow import port_name
 
 _ELEMENTWISE = {"Multiply": ops.multiply, "Subtract": ops.subtract, "Add": ops.add}
 _AROUND_IDS = ("Convert", "Reshape", "Unsqueeze", "Squeeze")

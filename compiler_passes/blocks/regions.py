@@ -11,9 +11,9 @@ from typing import Any, Literal
 import numpy as np
 import openvino as ov
 
-from staticllm.compiler_passes.blocks.dataflow import Dataflow, num_bytes
-from staticllm.compiler_passes.blocks.loop_bodies import describe_attributes, describe_body
-from staticllm.compiler_passes.graph.control_values import Key, key_of
+from ..graph.control_values import Key, key_of
+from .dataflow import Dataflow, num_bytes
+from .loop_bodies import describe_attributes, describe_body
 
 SMALL_SIZE = 64
 """Most numbers of a constant that stays in a part if all calls of the part agree on it."""

@@ -11,7 +11,11 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.blocks.chain_model import (
+from staticllm.errors import UnsupportedModelError
+
+from ..graph.control_values import Key, key_of
+from ..graph.step_graph import named_parameter, named_result, redirect, upstream
+from .chain_model import (
     ChainCall,
     ChainModel,
     ChainPart,
@@ -25,15 +29,12 @@ from staticllm.compiler_passes.blocks.chain_model import (
     Target,
     WireType,
 )
-from staticllm.compiler_passes.blocks.dataflow import Dataflow, fold_shapes, num_bytes, port_name
-from staticllm.compiler_passes.blocks.drop_idle import drop_idle
-from staticllm.compiler_passes.blocks.grouping import group_segments
-from staticllm.compiler_passes.blocks.pick_early import find_pick, pick_early
-from staticllm.compiler_passes.blocks.pick_rows import pick_rows
-from staticllm.compiler_passes.blocks.regions import Entry, Region, Regions
-from staticllm.compiler_passes.graph.control_values import Key, key_of
-from staticllm.compiler_passes.graph.step_graph import named_parameter, named_result, redirect, upstream
-from staticllm.errors import UnsupportedModelError
+from .dataflow import Dataflow, fold_shapes, num_bytes, port_name
+from .drop_idle import drop_idle
+from .grouping import group_segments
+from .pick_early import find_pick, pick_early
+from .pick_rows import pick_rows
+from .regions import Entry, Region, Regions
 
 _HEAVY = frozenset({"MatMul", "Convolution", "GroupConvolution", "ScaledDotProductAttention"})
 _NUMBERED = re.compile(r"[A-Za-z]+_\d+")

@@ -8,8 +8,9 @@ from typing import Literal, TypeAlias
 
 import openvino as ov
 
-from staticllm.compiler_passes.graph.step_graph import consumers, through
 from staticllm.ports import CROSS
+
+from .step_graph import consumers, through
 
 FUSED = "ScaledDotProductAttention"
 KEY_PORT, VALUE_PORT, MASK_PORT = 1, 2, 3

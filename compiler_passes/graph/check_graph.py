@@ -6,9 +6,10 @@ from collections.abc import Container
 
 import openvino as ov
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import ADAPTER_SCALES
+
+from .step_graph import StepGraph
 
 
 def check_graph(graph: StepGraph, stage: str) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import through
+from .step_graph import through
 
 INTEGERS = ("u8", "i8", "u4", "i4")
 _PRODUCT_AXES = 2

@@ -17,10 +17,11 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import part_of, redirect, sized, through
 from staticllm.core import EncoderVariant
 from staticllm.devices import get_core
 from staticllm.ports import ATTENTION_MASK, INPUT_IDS, EncoderSizes, Port, find_encoder_port
+
+from .step_graph import part_of, redirect, sized, through
 
 SIZE_PORTS = {
     "Reshape": {1}, "Broadcast": {1, 2}, "Tile": {1}, "Slice": {1, 2, 3, 4}, "StridedSlice": {1, 2, 3}, "Split": {1},

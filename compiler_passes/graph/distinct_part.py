@@ -12,8 +12,8 @@ from collections.abc import Hashable
 import numpy as np
 import openvino as ov
 
-from staticllm.compiler_passes.graph.control_values import PROBE_BATCH, PROBE_ROWS, at_sizes, divide
-from staticllm.compiler_passes.graph.step_graph import upstream
+from .control_values import PROBE_BATCH, PROBE_ROWS, at_sizes, divide
+from .step_graph import upstream
 
 _UPSTREAM = 4
 """How far upstream two nodes are compared: from a softmax through its mask to the product of queries and keys."""

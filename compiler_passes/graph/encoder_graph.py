@@ -7,8 +7,9 @@ from typing import Literal
 
 import openvino as ov
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.core import EncoderMask, Pooling
+
+from .step_graph import StepGraph
 
 
 @dataclass

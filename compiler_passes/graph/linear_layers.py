@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import openvino as ov
 
-from staticllm.compiler_passes.graph.step_graph import through
+from .step_graph import through
 
 _TEXT_PART = "language_model."
 _ON_WEIGHTS = ("Convert", "Multiply", "Subtract", "Reshape", "Transpose")

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import openvino as ov
 
-from staticllm.compiler_passes.graph.control_values import (
+from staticllm.ports import INPUT_IDS, POSITION_IDS
+
+from ..graph.control_values import (
     PROBE_BATCH,
     PROBE_ROWS,
     Value,
@@ -27,10 +29,9 @@ from staticllm.compiler_passes.graph.control_values import (
     key_of,
     row_axes,
 )
-from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
-from staticllm.compiler_passes.graph.step_graph import consumers
-from staticllm.compiler_passes.inputs.expose_encoder_positions import exposed_names
-from staticllm.ports import INPUT_IDS, POSITION_IDS
+from ..graph.encoder_graph import EncoderGraph
+from ..graph.step_graph import consumers
+from .expose_encoder_positions import exposed_names
 
 STAGE = "check_places"
 MANY_ROWS = 512

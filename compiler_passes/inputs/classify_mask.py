@@ -16,11 +16,12 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.compiler_passes.graph.step_graph import part_of, upstream
 from staticllm.core import EncoderMask, MaskKind
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import ATTENTION_MASK, HIDDEN_BELOW, INPUT_IDS, INPUTS_EMBEDS, POSITION_IDS, VISIBLE
+
+from ..graph.step_graph import part_of, upstream
 
 STAGE = "expose_mask"
 TABLE_STEP = 256  # tokens whose masks are evaluated at once

@@ -15,8 +15,12 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.attention import FUSED, MASK_PORT
-from staticllm.compiler_passes.graph.control_values import (
+from staticllm.core import EncoderMask
+from staticllm.errors import UnsupportedModelError
+from staticllm.ports import HIDDEN, HIDDEN_BELOW
+
+from ..graph.attention import FUSED, MASK_PORT
+from ..graph.control_values import (
     PROBE_BATCH,
     PROBE_ROWS,
     Control,
@@ -27,11 +31,8 @@ from staticllm.compiler_passes.graph.control_values import (
     evaluate,
     key_of,
 )
-from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
-from staticllm.compiler_passes.graph.step_graph import redirect
-from staticllm.core import EncoderMask
-from staticllm.errors import UnsupportedModelError
-from staticllm.ports import HIDDEN, HIDDEN_BELOW
+from ..graph.encoder_graph import EncoderGraph
+from ..graph.step_graph import redirect
 
 STAGE = "expose_encoder_mask"
 _PASSED = frozenset({"Convert", "Reshape", "Maximum", "Minimum", "Clamp", "Multiply", "Divide"})

@@ -14,7 +14,10 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.control_values import (
+from staticllm.errors import UnsupportedModelError
+from staticllm.ports import INPUT_IDS, POSITION_IDS
+
+from ..graph.control_values import (
     PROBE_BATCH,
     PROBE_ROWS,
     Control,
@@ -28,10 +31,8 @@ from staticllm.compiler_passes.graph.control_values import (
     random_ids,
     row_axes,
 )
-from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
-from staticllm.compiler_passes.graph.step_graph import through, upstream
-from staticllm.errors import UnsupportedModelError
-from staticllm.ports import INPUT_IDS, POSITION_IDS
+from ..graph.encoder_graph import EncoderGraph
+from ..graph.step_graph import through, upstream
 
 STAGE = "expose_encoder_positions"
 _BROADCASTING = frozenset({"Add", "Subtract", "Multiply", "Divide"})

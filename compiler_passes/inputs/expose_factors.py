@@ -17,11 +17,12 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph, consumers, part_of, redirect, upstream
-from staticllm.compiler_passes.inputs.expose_positions import probe_shape
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import POSITION_IDS, ROPE_FACTORS
+
+from ..graph.step_graph import StepGraph, consumers, part_of, redirect, upstream
+from .expose_positions import probe_shape
 
 STAGE = "expose_factors"
 MAX_FACTORS = 4

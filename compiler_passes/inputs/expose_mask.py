@@ -11,12 +11,13 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.attention import Attention, find_attentions
-from staticllm.compiler_passes.graph.step_graph import StepGraph, is_zero
-from staticllm.compiler_passes.inputs.classify_mask import STAGE, Seen, classify, key_of
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, MaskKind
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import CROSS_MASK
+
+from ..graph.attention import Attention, find_attentions
+from ..graph.step_graph import StepGraph, is_zero
+from .classify_mask import STAGE, Seen, classify, key_of
 
 
 def expose_mask(graph: StepGraph, max_len: int) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
-from staticllm.compiler_passes.graph.step_graph import named_parameter, named_result, upstream
 from staticllm.ports import KEPT_ROWS, PAST, PRESENT
+
+from ..graph.encoder_graph import EncoderGraph
+from ..graph.step_graph import named_parameter, named_result, upstream
 
 STAGE = "expose_past"
 ROW_AXIS = 2

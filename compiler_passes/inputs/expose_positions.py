@@ -15,10 +15,11 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph, consumers, is_live, part_of, redirect, sized, upstream
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import ATTENTION_MASK, INPUT_IDS, POSITION_IDS, CallSizes, Port, find_port
+
+from ..graph.step_graph import StepGraph, consumers, is_live, part_of, redirect, sized, upstream
 
 STAGE = "expose_positions"
 NEWS = (7, 11, 13)

@@ -12,11 +12,12 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.control_values import PROBE_BATCH, PROBE_ROWS, at_sizes
-from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
-from staticllm.compiler_passes.graph.step_graph import consumers, is_live, redirect
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import ATTENTION_MASK, INPUT_IDS, POSITION_IDS, TOKEN_TYPE_IDS
+
+from ..graph.control_values import PROBE_BATCH, PROBE_ROWS, at_sizes
+from ..graph.encoder_graph import EncoderGraph
+from ..graph.step_graph import consumers, is_live, redirect
 
 STAGE = "fix_encoder_inputs"
 KNOWN = (INPUT_IDS, ATTENTION_MASK, TOKEN_TYPE_IDS, POSITION_IDS)

@@ -16,15 +16,16 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.compiler_passes.graph.control_values import EXACT, random_ids, run_with
-from staticllm.compiler_passes.graph.distinct_part import distinct_end
-from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
-from staticllm.compiler_passes.graph.step_graph import part_of
-from staticllm.compiler_passes.inputs.expose_encoder_mask import visible
 from staticllm.core import EncoderMask
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import ATTENTION_MASK, HIDDEN, INPUT_IDS, POOL, POSITION_IDS, TOKEN_TYPE_IDS
+
+from ..graph.control_values import EXACT, random_ids, run_with
+from ..graph.distinct_part import distinct_end
+from ..graph.encoder_graph import EncoderGraph
+from ..graph.step_graph import part_of
+from .expose_encoder_mask import visible
 
 STAGE = "prove_packing"
 MOST_ROWS = 512

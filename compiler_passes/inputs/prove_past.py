@@ -11,15 +11,16 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.compiler_passes.graph.control_values import EXACT, random_ids, run_with
-from staticllm.compiler_passes.graph.distinct_part import distinct_end
-from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
-from staticllm.compiler_passes.graph.step_graph import part_of
-from staticllm.compiler_passes.inputs.expose_encoder_mask import visible
-from staticllm.compiler_passes.inputs.expose_past import ROW_AXIS, continued_graph
-from staticllm.compiler_passes.inputs.prove_packing import MOST_ROWS, TOLERANCE, ProofText, run_alone
 from staticllm.devices import get_core
 from staticllm.ports import HIDDEN, INPUT_IDS, KEPT_ROWS, PAST, POOL, POSITION_IDS, PRESENT, TOKEN_TYPE_IDS
+
+from ..graph.control_values import EXACT, random_ids, run_with
+from ..graph.distinct_part import distinct_end
+from ..graph.encoder_graph import EncoderGraph
+from ..graph.step_graph import part_of
+from .expose_encoder_mask import visible
+from .expose_past import ROW_AXIS, continued_graph
+from .prove_packing import MOST_ROWS, TOLERANCE, ProofText, run_alone
 
 STAGE = "prove_past"
 Arrays = Mapping[str, NDArray[np.float32]]

@@ -15,12 +15,13 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.control_values import close, divide, key_of
-from staticllm.compiler_passes.graph.step_graph import StepGraph, part_of, redirect, upstream
-from staticllm.compiler_passes.inputs.expose_positions import probe_shape
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import INPUT_IDS, POSITION_IDS, ROPE_FACTORS
+
+from ..graph.control_values import close, divide, key_of
+from ..graph.step_graph import StepGraph, part_of, redirect, upstream
+from .expose_positions import probe_shape
 
 STAGE = "prove_rows"
 OWN = (1, 2, 3, 5, 8, 13, 34)

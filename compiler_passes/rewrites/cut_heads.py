@@ -10,7 +10,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph, redirect
+from ..graph.step_graph import StepGraph, redirect
 
 HEADS_FIRST = [0, 2, 1, 3]
 _ENDS = frozenset({"MatMul", "Parameter", "Constant", "ShapeOf", "Softmax", "ScaledDotProductAttention"})

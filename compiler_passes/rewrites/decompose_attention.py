@@ -13,7 +13,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph, redirect
+from ..graph.step_graph import StepGraph, redirect
 
 STAGE = "decompose_attention"
 PLAIN_INPUTS = 5  # query, key, value, mask, scale: a sink input takes part in the softmax

@@ -18,12 +18,13 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from staticllm.adapters.lora import MAX_RANK
-from staticllm.compiler_passes.graph.linear_layers import LinearLayer, find_linear_layers, layers_of_modules
-from staticllm.compiler_passes.graph.step_graph import StepGraph
-from staticllm.compiler_passes.rewrites.merge_projections import bias_add
 from staticllm.core import AdaptedGroup, AdaptedPart, AdapterLayout, AdapterType
 from staticllm.errors import AdapterError
 from staticllm.ports import ADAPTER_SCALES, LOGIT_ROWS
+
+from ..graph.linear_layers import LinearLayer, find_linear_layers, layers_of_modules
+from ..graph.step_graph import StepGraph
+from .merge_projections import bias_add
 
 STAGE = "expose_adapters"
 _TYPES: dict[AdapterType, ov.Type] = {"f32": ov.Type.f32, "bf16": ov.Type.bf16}

@@ -9,11 +9,12 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.linear_layers import LinearLayer
-from staticllm.compiler_passes.graph.step_graph import through
-from staticllm.compiler_passes.rewrites.expose_adapters import find_changes
 from staticllm.core import AdapterLayout
 from staticllm.errors import AdapterError
+
+from ..graph.linear_layers import LinearLayer
+from ..graph.step_graph import through
+from .expose_adapters import find_changes
 
 _FLOATS = ("f32", "f16", "bf16")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph, redirect
+from ..graph.step_graph import StepGraph, redirect
 
 STAGE = "gate_last"
 ACTIVATIONS = frozenset({"Swish", "Gelu", "Relu", "Sigmoid", "HSwish", "Mish", "SoftPlus", "Tanh"})

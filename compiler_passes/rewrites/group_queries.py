@@ -12,8 +12,8 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph, redirect, through
-from staticllm.compiler_passes.rewrites.decompose_attention import attention_products, rewrite_attentions
+from ..graph.step_graph import StepGraph, redirect, through
+from .decompose_attention import attention_products, rewrite_attentions
 
 STAGE = "group_queries"
 PLAIN_INPUTS = 5  # query, key, value, mask, scale: a sink input would have to be repeated as well

@@ -13,8 +13,9 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph, through
 from staticllm.ports import INPUT_IDS
+
+from ..graph.step_graph import StepGraph, through
 
 STAGE = "halve_weights"
 LEAST_SIZE = 1024

@@ -10,7 +10,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import redirect, through
+from ..graph.step_graph import redirect, through
 
 _RANK = 4
 _MINUS = -1.0

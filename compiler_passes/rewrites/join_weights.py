@@ -12,15 +12,16 @@ from collections.abc import Sequence
 import numpy as np
 import openvino as ov
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph, redirect
-from staticllm.compiler_passes.rewrites.merge_projections import (
+from staticllm.devices import get_core
+
+from ..graph.step_graph import StepGraph, redirect
+from .merge_projections import (
     find_groups,
     has_constant_weights,
     join_constants,
     merged_parts,
     raw_bytes,
 )
-from staticllm.devices import get_core
 
 STAGE = "join_weights"
 RESULTS = 1 << 16

@@ -10,8 +10,8 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.compressed_matrix import CompressedMatrix, decompress, find_compressed_matrices
-from staticllm.compiler_passes.graph.step_graph import StepGraph, through
+from ..graph.compressed_matrix import CompressedMatrix, decompress, find_compressed_matrices
+from ..graph.step_graph import StepGraph, through
 
 STAGE = "lead_groups"
 

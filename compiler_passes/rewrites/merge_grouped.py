@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import openvino as ov
 
-from staticllm.compiler_passes.graph.compressed_matrix import find_compressed_matrices
-from staticllm.compiler_passes.graph.step_graph import StepGraph, consumers
-from staticllm.compiler_passes.rewrites.gate_last import ACTIVATIONS
-from staticllm.compiler_passes.rewrites.merge_projections import find_groups, join_constants, merge_group
+from ..graph.compressed_matrix import find_compressed_matrices
+from ..graph.step_graph import StepGraph, consumers
+from .gate_last import ACTIVATIONS
+from .merge_projections import find_groups, join_constants, merge_group
 
 STAGE = "merge_grouped"
 _BETWEEN = ACTIVATIONS | {"Add", "Convert"}

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import openvino as ov
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph, part_of
-from staticllm.compiler_passes.rewrites.join_weights import address_of
-from staticllm.compiler_passes.rewrites.merge_projections import (
+from ..graph.step_graph import StepGraph, part_of
+from .join_weights import address_of
+from .merge_projections import (
     find_groups,
     has_constant_weights,
     merge_group,

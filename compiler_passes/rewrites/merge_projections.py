@@ -18,7 +18,7 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph, compressed_weights, consumers, redirect, through
+from ..graph.step_graph import StepGraph, compressed_weights, consumers, redirect, through
 
 STAGE = "merge_projections"
 SMALL_BYTES = 1 << 20

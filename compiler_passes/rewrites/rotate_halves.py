@@ -15,8 +15,8 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import consumers, redirect, through
-from staticllm.compiler_passes.rewrites.join_halves import is_constant, rotated_halves
+from ..graph.step_graph import consumers, redirect, through
+from .join_halves import is_constant, rotated_halves
 
 Order = NDArray[np.intp]
 _MOVES = ("Reshape", "Transpose", "Unsqueeze", "Broadcast", "Convert", "Concat", "Gather")

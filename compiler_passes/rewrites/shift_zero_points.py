@@ -21,14 +21,14 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.compressed_matrix import (
+from ..graph.compressed_matrix import (
     CompressedMatrix,
     decompress,
     find_compressed_matrices,
     fractions_of,
     zero_points_of,
 )
-from staticllm.compiler_passes.graph.step_graph import StepGraph
+from ..graph.step_graph import StepGraph
 
 LARGEST = float(np.finfo(np.float16).max)
 STAGE = "shift_zero_points"

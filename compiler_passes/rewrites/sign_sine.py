@@ -11,9 +11,10 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.control_values import Control, divide, key_of
-from staticllm.compiler_passes.graph.step_graph import StepGraph, consumers, through
 from staticllm.ports import INPUTS_EMBEDS
+
+from ..graph.control_values import Control, divide, key_of
+from ..graph.step_graph import StepGraph, consumers, through
 
 Signed = dict[tuple[tuple[int, int], tuple[int, ...]], ov.Output]
 

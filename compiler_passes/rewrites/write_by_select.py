@@ -11,7 +11,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph, redirect, through
+from ..graph.step_graph import StepGraph, redirect, through
 
 _FORMS = ("Convert", "Broadcast", "Reshape", "Slice")
 """Operations that leave a number that is the same everywhere."""

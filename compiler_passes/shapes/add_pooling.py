@@ -13,12 +13,13 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
-from staticllm.compiler_passes.graph.step_graph import named_result
-from staticllm.compiler_passes.shapes.cut_head import normalised
-from staticllm.compiler_passes.shapes.pool_scores import pooled_rows
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import EMBEDDINGS
+
+from ..graph.encoder_graph import EncoderGraph
+from ..graph.step_graph import named_result
+from .cut_head import normalised
+from .pool_scores import pooled_rows
 
 STAGE = "add_pooling"
 ACTIVATIONS: dict[str, Callable[[ov.Output], ov.Node] | None] = {

@@ -10,10 +10,11 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph, named_result
-from staticllm.compiler_passes.shapes.select_logits import TOKEN_AXIS, find_head, logits_result
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import EMBEDDINGS, LOGIT_ROWS
+
+from ..graph.step_graph import StepGraph, named_result
+from .select_logits import TOKEN_AXIS, find_head, logits_result
 
 STAGE = "cut_head"
 SMALLEST_NORM = 1e-12

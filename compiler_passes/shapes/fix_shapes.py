@@ -9,9 +9,10 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph, redirect, sized
 from staticllm.core import Variant
 from staticllm.ports import CallSizes, port_of
+
+from ..graph.step_graph import StepGraph, redirect, sized
 
 
 def fix_shapes(graph: StepGraph, variant: Variant) -> ov.Model:

@@ -14,7 +14,12 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.control_values import (
+from staticllm.core import Pooling
+from staticllm.devices import get_core
+from staticllm.errors import UnsupportedModelError
+from staticllm.ports import EMBEDDINGS, INPUT_IDS, POOL, SCORES
+
+from ..graph.control_values import (
     EXACT,
     PROBE_BATCH,
     PROBE_ROWS,
@@ -23,12 +28,8 @@ from staticllm.compiler_passes.graph.control_values import (
     close,
     divide,
 )
-from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
-from staticllm.compiler_passes.graph.step_graph import consumers, name_port, part_of, redirect
-from staticllm.core import Pooling
-from staticllm.devices import get_core
-from staticllm.errors import UnsupportedModelError
-from staticllm.ports import EMBEDDINGS, INPUT_IDS, POOL, SCORES
+from ..graph.encoder_graph import EncoderGraph
+from ..graph.step_graph import consumers, name_port, part_of, redirect
 
 STAGE = "pool_scores"
 PROBE_IDS = (0, 1, 2)

@@ -10,9 +10,10 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph, consumers
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import LOGIT_ROWS, LOGITS
+
+from ..graph.step_graph import StepGraph, consumers
 
 STAGE = "select_logits"
 TOKEN_AXIS = 1

@@ -12,11 +12,12 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
-from staticllm.compiler_passes.graph.step_graph import named_result
-from staticllm.compiler_passes.shapes.select_logits import find_head
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import LOGITS
+
+from ..graph.encoder_graph import EncoderGraph
+from ..graph.step_graph import named_result
+from .select_logits import find_head
 
 STAGE = "select_output"
 HIDDEN_STATES = ("last_hidden_state", "token_embeddings")

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import openvino as ov
 
-from staticllm.compiler_passes.graph.encoder_graph import EncoderGraph
-from staticllm.compiler_passes.graph.step_graph import consumers, redirect
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import BEAM_IDX
+
+from ..graph.encoder_graph import EncoderGraph
+from ..graph.step_graph import consumers, redirect
 
 STAGE = "drop_past"
 ROW_AXIS = 2

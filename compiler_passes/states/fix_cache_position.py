@@ -12,9 +12,10 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph, consumers, redirect
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import CACHE_POSITION
+
+from ..graph.step_graph import StepGraph, consumers, redirect
 
 STAGE = "fix_cache_position"
 LAST_PLACE = 1 << 30  # the graph clamps it to the end of its window

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import openvino as ov
 
-from staticllm.compiler_passes.graph.attention import find_attentions, place_of, places_of
-from staticllm.compiler_passes.graph.step_graph import LiftedState, StepGraph, consumers, is_zero, name_port
 from staticllm.core import KVState, RecurrentState
 from staticllm.errors import UnsupportedModelError
+
+from ..graph.attention import find_attentions, place_of, places_of
+from ..graph.step_graph import LiftedState, StepGraph, consumers, is_zero, name_port
 
 STAGE = "keep_new_rows"
 ROW_AXIS = 2

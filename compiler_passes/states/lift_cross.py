@@ -11,8 +11,12 @@ from __future__ import annotations
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.attention import Role, find_attentions, place_of, places_of
-from staticllm.compiler_passes.graph.step_graph import (
+from staticllm.core import KVState
+from staticllm.errors import UnsupportedModelError
+from staticllm.ports import CROSS, INPUT_IDS
+
+from ..graph.attention import Role, find_attentions, place_of, places_of
+from ..graph.step_graph import (
     StepGraph,
     consumers,
     is_live,
@@ -22,9 +26,6 @@ from staticllm.compiler_passes.graph.step_graph import (
     redirect,
     upstream,
 )
-from staticllm.core import KVState
-from staticllm.errors import UnsupportedModelError
-from staticllm.ports import CROSS, INPUT_IDS
 
 STAGE = "lift_state"  # the pass that this is a part of
 FRAMES_AXIS = 2

@@ -9,7 +9,10 @@ from __future__ import annotations
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import (
+from staticllm.errors import UnsupportedModelError
+from staticllm.ports import BEAM_IDX
+
+from ..graph.step_graph import (
     LiftedState,
     StepGraph,
     consumers,
@@ -18,9 +21,7 @@ from staticllm.compiler_passes.graph.step_graph import (
     named_result,
     redirect,
 )
-from staticllm.compiler_passes.states.lift_cross import lift_cross
-from staticllm.errors import UnsupportedModelError
-from staticllm.ports import BEAM_IDX
+from .lift_cross import lift_cross
 
 STAGE = "lift_state"
 KV_RANK = 4

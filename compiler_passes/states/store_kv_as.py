@@ -13,8 +13,9 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import StepGraph, named_parameter, named_result, redirect
 from staticllm.core import KVState, KVType
+
+from ..graph.step_graph import StepGraph, named_parameter, named_result, redirect
 
 STAGE = "store_kv_as"
 ELEMENT_TYPES: dict[KVType, ov.Type] = {

@@ -26,14 +26,18 @@ from filelock import Timeout
 from staticllm.core import Part
 from staticllm.devices import type_name
 from staticllm.errors import BlobError, last_line, shown
-from staticllm.pipelines.artifacts.fingerprint import (
+from staticllm.system.file_lock import acquire
+from staticllm.system.files import fill_from, read_regular, whole_file
+
+from ..programs.kinds import KINDS
+from .fingerprint import (
     Fingerprint,
     bytes_digest,
     pass_digests,
     pieces_digest,
     with_article,
 )
-from staticllm.pipelines.artifacts.manifest import (
+from .manifest import (
     MAX_MANIFEST,
     Manifest,
     ManifestError,
@@ -43,9 +47,6 @@ from staticllm.pipelines.artifacts.manifest import (
     is_blob_name,
     is_manifest,
 )
-from staticllm.pipelines.programs.kinds import KINDS
-from staticllm.system.file_lock import acquire
-from staticllm.system.files import fill_from, read_regular, whole_file
 
 MANIFEST, LOCK = "manifest.json", ".staticllm.lock"
 COSTS = "costs.json"

@@ -14,10 +14,11 @@ from pathlib import Path
 from filelock import Timeout
 
 from staticllm.errors import BlobError
-from staticllm.pipelines.artifacts.blob_set import MANIFEST, read_manifest, read_stored, remove_set
-from staticllm.pipelines.artifacts.fingerprint import Fingerprint, bytes_digest
-from staticllm.pipelines.artifacts.manifest import Manifest
 from staticllm.system.file_lock import Lease, acquire
+
+from .blob_set import MANIFEST, read_manifest, read_stored, remove_set
+from .fingerprint import Fingerprint, bytes_digest
+from .manifest import Manifest
 
 PREFIX = "staticllm-"
 """Prefix of our folders. OpenVINO and others may use the same cache folder."""

@@ -14,8 +14,9 @@ import time
 from pathlib import Path
 
 from staticllm.errors import BlobError
-from staticllm.pipelines.artifacts.blob_set import CRASHES
 from staticllm.system.files import read_regular, whole_file
+
+from .blob_set import CRASHES
 
 LIMIT = 2
 """Crashes after which a set is quarantined."""

@@ -13,12 +13,14 @@ from typing import Any
 
 import openvino as ov
 
-from staticllm import compiler_passes, ports
+from staticllm import ports
 from staticllm.errors import ModelError
 from staticllm.model_dir import model_in_memory
 from staticllm.model_paths.path_kind import MODEL_XML
-from staticllm.pipelines.programs import keep_small_constants
 from staticllm.version import __version__
+
+from ... import compiler_passes
+from ..programs import keep_small_constants
 
 PIECE = 16 << 20
 """Bytes per piece. A file's digest is the digest of its pieces' digests, which are computed in parallel."""

@@ -19,10 +19,11 @@ from msgspec import Meta
 
 from staticllm.core import KVType, Name, ProgramLayout, ProgramVariant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.artifacts.fingerprint import Fingerprint, bytes_digest
-from staticllm.pipelines.programs.compile import V
-from staticllm.pipelines.programs.kinds import KINDS
 from staticllm.system.typed import typed
+
+from ..programs.compile import V
+from ..programs.kinds import KINDS
+from .fingerprint import Fingerprint, bytes_digest
 
 SCHEMA = 9
 MAX_MANIFEST = 16 << 20

@@ -17,12 +17,13 @@ from typing import Any, Generic
 import openvino as ov
 from filelock import Timeout
 
-from staticllm.pipelines.artifacts.blob_set import COSTS, LOCK, SCRATCH, json_properties
-from staticllm.pipelines.artifacts.fingerprint import Fingerprint, bytes_digest, machine_values
-from staticllm.pipelines.artifacts.manifest import MAX_ENTRIES, cost_from_json, cost_to_json
-from staticllm.pipelines.programs.compile import CompileOptions, V
 from staticllm.system.file_lock import acquire
 from staticllm.system.files import read_regular, whole_file
+
+from ..programs.compile import CompileOptions, V
+from .blob_set import COSTS, LOCK, SCRATCH, json_properties
+from .fingerprint import Fingerprint, bytes_digest, machine_values
+from .manifest import MAX_ENTRIES, cost_from_json, cost_to_json
 
 PROBES = "staticllm-probes-"
 """Prefix of the probe files in a cache folder."""

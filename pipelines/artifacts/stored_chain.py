@@ -17,12 +17,12 @@ import numpy as np
 import openvino as ov
 from msgspec import Meta
 
-from staticllm.compiler_passes.blocks.chain_model import ChainPort, OfPort, OfWire, OfWireRows, Place, WireType
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, DeviceError, last_line
-from staticllm.kvcache.arena import Allocate
-from staticllm.pipelines.artifacts.blob_set import ImportTarget, Piece, import_blob, tensor_of
-from staticllm.pipelines.programs.chain import (
+
+from ...compiler_passes.blocks.chain_model import ChainPort, OfPort, OfWire, OfWireRows, Place, WireType
+from ...kvcache.arena import Allocate
+from ..programs.chain import (
     ChainPlan,
     CompiledChain,
     CompiledPart,
@@ -33,8 +33,9 @@ from staticllm.pipelines.programs.chain import (
     PlannedSource,
     RowsOf,
 )
-from staticllm.pipelines.programs.chain_compiler import compile_for_host
-from staticllm.pipelines.programs.weight_bank import WeightBank, Weights
+from ..programs.chain_compiler import compile_for_host
+from ..programs.weight_bank import WeightBank, Weights
+from .blob_set import ImportTarget, Piece, import_blob, tensor_of
 
 WEIGHTS, BANK = "weights", "bank"
 """Names of the files with the bytes of all weights, and with the place of each in them."""

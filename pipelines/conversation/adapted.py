@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from staticllm.errors import PromptError, shown
-from staticllm.pipelines.conversation.template_shape import (
+
+from .template_shape import (
     REASONING_KEYS,
     CallForm,
     Message,

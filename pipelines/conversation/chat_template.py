@@ -13,9 +13,10 @@ from typing import Any
 import jinja2
 
 from staticllm.errors import PromptError, StaticLLMError
-from staticllm.pipelines.conversation.adapted import adapted
-from staticllm.pipelines.conversation.sandbox import NAME, TemplateError, copied, limited, outside_cause, run
-from staticllm.pipelines.conversation.template_shape import TemplateShape, probed_shape
+
+from .adapted import adapted
+from .sandbox import NAME, TemplateError, copied, limited, outside_cause, run
+from .template_shape import TemplateShape, probed_shape
 
 MAX_SAID_CHARS = 1000
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from staticllm.pipelines.conversation.source import MalformedError
 from staticllm.results import AssistantMessage, ToolCall
+
+from .source import MalformedError
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from staticllm.errors import PromptError
-from staticllm.pipelines.conversation import headed_messages as headed
-from staticllm.pipelines.conversation.chat_template import shape_of
-from staticllm.pipelines.conversation.learnt_calls import ID, LearntCalls, LearntParameters, learnt_calls
-from staticllm.pipelines.conversation.named_arguments import FENCE
-from staticllm.pipelines.conversation.template_shape import CallExamples, TemplateShape
+
+from . import headed_messages as headed
+from .chat_template import shape_of
+from .learnt_calls import ID, LearntCalls, LearntParameters, learnt_calls
+from .named_arguments import FENCE
+from .template_shape import CallExamples, TemplateShape
 
 log = logging.getLogger("staticllm")
 Syntax = Literal[

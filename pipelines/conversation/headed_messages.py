@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import re
 
-from staticllm.pipelines.conversation.events import Output
-from staticllm.pipelines.conversation.json_calls import take_object
-from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
+from .events import Output
+from .json_calls import take_object
+from .source import MalformedError, Source, Steps
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from staticllm.pipelines.conversation.events import Output, message_of
-from staticllm.pipelines.conversation.source import WHITESPACE, MalformedError, Source, Steps
-from staticllm.pipelines.grammars.schema_facts import fits
 from staticllm.results import ToolCall
+
+from ..grammars.schema_facts import fits
+from .events import Output, message_of
+from .source import WHITESPACE, MalformedError, Source, Steps
 
 MAX_DEPTH = 64
 MAX_WORD_CHARS = 64

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from staticllm.pipelines.conversation.events import Output
-from staticllm.pipelines.conversation.json_calls import take_call_objects, take_object
-from staticllm.pipelines.conversation.named_arguments import FENCE
-from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
-from staticllm.pipelines.conversation.template_shape import CallExamples, num_equal
-from staticllm.pipelines.conversation.unquoted_values import Types, take_parameter_value
+from .events import Output
+from .json_calls import take_call_objects, take_object
+from .named_arguments import FENCE
+from .source import MalformedError, Source, Steps
+from .template_shape import CallExamples, num_equal
+from .unquoted_values import Types, take_parameter_value
 
 ID = "call1call"
 """Where a call has an id; also what a required call is given there."""

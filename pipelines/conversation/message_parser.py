@@ -6,22 +6,23 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.conversation.events import CallEnd, Event, ExpectedCalls, Output, new_call_id
-from staticllm.pipelines.conversation.formats import MessageFormat
-from staticllm.pipelines.conversation.headed_messages import take_harmony, take_recipients
-from staticllm.pipelines.conversation.json_calls import (
+
+from ..generation.options.extra import function_of
+from ..grammars.parameters import Owner, Parameter, listed_parameters
+from .events import CallEnd, Event, ExpectedCalls, Output, new_call_id
+from .formats import MessageFormat
+from .headed_messages import take_harmony, take_recipients
+from .json_calls import (
     SoleCalls,
     take_bare_objects,
     take_call_objects,
     take_keyed_calls,
     take_listed_calls,
 )
-from staticllm.pipelines.conversation.learnt_calls import take_learnt_calls
-from staticllm.pipelines.conversation.named_arguments import take_braced_calls, take_fenced_calls, take_python_calls
-from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
-from staticllm.pipelines.conversation.unquoted_values import Types
-from staticllm.pipelines.generation.options.extra import function_of
-from staticllm.pipelines.grammars.parameters import Owner, Parameter, listed_parameters
+from .learnt_calls import take_learnt_calls
+from .named_arguments import take_braced_calls, take_fenced_calls, take_python_calls
+from .source import MalformedError, Source, Steps
+from .unquoted_values import Types
 
 _TAKERS: dict[str, Callable[[Source, Output], Steps[None]]] = {
     "tagged": take_call_objects,

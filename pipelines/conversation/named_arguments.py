@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from staticllm.pipelines.conversation.events import Output
-from staticllm.pipelines.conversation.json_calls import check_word
-from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
+from .events import Output
+from .json_calls import check_word
+from .source import MalformedError, Source, Steps
 
 FENCE = "```"
 MAX_DEPTH = 64

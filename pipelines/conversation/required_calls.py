@@ -9,13 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from staticllm.errors import GenerationConfigError, shown
-from staticllm.pipelines.conversation.formats import MessageFormat
-from staticllm.pipelines.conversation.learnt_calls import LearntCalls, LearntParameters
-from staticllm.pipelines.conversation.named_arguments import FENCE
-from staticllm.pipelines.generation.options.extra import ToolOptions, function_of
-from staticllm.pipelines.generation.options.resolve import GenerationOptions
-from staticllm.pipelines.grammars.grammar import Grammar
-from staticllm.pipelines.grammars.parameters import (
+
+from ..generation.options.extra import ToolOptions, function_of
+from ..generation.options.resolve import GenerationOptions
+from ..grammars.grammar import Grammar
+from ..grammars.parameters import (
     STRING_KEYWORDS,
     Owner,
     Parameter,
@@ -23,7 +21,10 @@ from staticllm.pipelines.grammars.parameters import (
     listed_parameters,
     object_schema,
 )
-from staticllm.pipelines.grammars.translation import has_free_text
+from ..grammars.translation import has_free_text
+from .formats import MessageFormat
+from .learnt_calls import LearntCalls, LearntParameters
+from .named_arguments import FENCE
 
 Part = dict[str, Any]
 """A format of a structural tag."""

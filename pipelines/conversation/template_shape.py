@@ -14,7 +14,7 @@ from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, Literal, NamedTuple, get_args
 
-from staticllm.pipelines.conversation.sandbox import (
+from .sandbox import (
     TemplateLimitError,
     compiled,
     limited,

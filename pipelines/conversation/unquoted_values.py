@@ -7,12 +7,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from staticllm.pipelines.conversation.events import Output
-from staticllm.pipelines.conversation.json_calls import strict_json, take_json
-from staticllm.pipelines.conversation.named_arguments import as_json
-from staticllm.pipelines.conversation.source import MalformedError, Source, Steps
-from staticllm.pipelines.grammars.parameters import is_plain
-from staticllm.pipelines.grammars.schema_facts import (
+from ..grammars.parameters import is_plain
+from ..grammars.schema_facts import (
     ANY,
     Atoms,
     InexpressibleError,
@@ -20,6 +16,10 @@ from staticllm.pipelines.grammars.schema_facts import (
     atom_of,
     canonical,
 )
+from .events import Output
+from .json_calls import strict_json, take_json
+from .named_arguments import as_json
+from .source import MalformedError, Source, Steps
 
 Types = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each parameter, by its name."""

@@ -9,9 +9,10 @@ from typing import Any
 from staticllm.children.answers import answer_all
 from staticllm.children.child import end_with_parent
 from staticllm.errors import ModelError, last_line
-from staticllm.pipelines.conversion.gguf_model import convert
 from staticllm.sources.converted import NOTES
 from staticllm.system.file_lock import acquire
+
+from .gguf_model import convert
 
 
 def _answer(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,11 +8,12 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import redirect
 from staticllm.errors import ModelError, shown
 from staticllm.sources.gguf_architectures import EXPORT, architecture_of, layer_of
 from staticllm.sources.gguf_header import GGUFHeader
 from staticllm.sources.gguf_tensors import ROTATION_TENSORS, head_size, num_heads, num_kv_heads
+
+from ...compiler_passes.graph.step_graph import redirect
 
 WEIGHT = "weight.weight_"
 """Begins the names of the reader's weights."""

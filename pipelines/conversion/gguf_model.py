@@ -10,16 +10,8 @@ from typing import Any
 
 import openvino as ov
 
-from staticllm.compiler_passes.gguf import make_stateful
-from staticllm.compiler_passes.rewrites.join_halves import join_halves
-from staticllm.compiler_passes.rewrites.rotate_halves import rotate_halves
 from staticllm.errors import ModelError, last_line, shown
 from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML
-from staticllm.pipelines.conversion.gguf_layers import mend_layers
-from staticllm.pipelines.conversion.gguf_modules import name_modules
-from staticllm.pipelines.conversion.gguf_rotation import restore_angles
-from staticllm.pipelines.conversion.gguf_tokenizer import assumed, build_tokenizer, special_tokens, tool_templates
-from staticllm.pipelines.conversion.gguf_weights import restore_scales
 from staticllm.sources.gguf_architectures import (
     EXPORT,
     attention_scale,
@@ -28,6 +20,15 @@ from staticllm.sources.gguf_architectures import (
     window_of,
 )
 from staticllm.sources.gguf_header import GGUFHeader, kinds_of, read_gguf_header
+
+from ...compiler_passes.gguf import make_stateful
+from ...compiler_passes.rewrites.join_halves import join_halves
+from ...compiler_passes.rewrites.rotate_halves import rotate_halves
+from .gguf_layers import mend_layers
+from .gguf_modules import name_modules
+from .gguf_rotation import restore_angles
+from .gguf_tokenizer import assumed, build_tokenizer, special_tokens, tool_templates
+from .gguf_weights import restore_scales
 
 CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG = "config.json", "generation_config.json", "tokenizer_config.json"
 _SIZES = {

@@ -12,11 +12,12 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import consumers
 from staticllm.errors import ModelError
 from staticllm.sources.gguf_architectures import EXPORT, architecture_of, has_window, layer_of
 from staticllm.sources.gguf_header import GGUFHeader
 from staticllm.sources.gguf_tensors import ROTATION_TENSORS
+
+from ...compiler_passes.graph.step_graph import consumers
 
 _ROTATED = re.compile(r"blk\.\d+\.[QK]cur_rope$")
 _FREQUENCIES, _SHORT, _LONG = ROTATION_TENSORS

@@ -16,9 +16,10 @@ import numpy as np
 import openvino as ov
 
 from staticllm.errors import ModelError, shown
-from staticllm.pipelines.conversion.gguf_merges import Pair, impossible, live_pairs, merged, pairs_by_score
 from staticllm.sources.gguf_architectures import ARCHITECTURES
 from staticllm.sources.gguf_header import GGUFHeader
+
+from .gguf_merges import Pair, impossible, live_pairs, merged, pairs_by_score
 
 if TYPE_CHECKING:
     from openvino_tokenizers.tokenizer_pipeline import BasePipelineStep

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, Protocol
 
 from staticllm.core import Clock, Variant
-from staticllm.kvcache.step import StepBuffers
-from staticllm.pipelines.costs.model import CostModel
 from staticllm.system.processor_use import ProcessorUse
+
+from ...kvcache.step import StepBuffers
+from .model import CostModel
 
 logger = logging.getLogger(__name__)
 

@@ -23,12 +23,13 @@ from staticllm.errors import (
     last_line,
     pipeline_closed,
 )
-from staticllm.pipelines.daemon_client.daemon_link import GONE, DaemonLink
-from staticllm.pipelines.engine.request import CompileTimes, EngineRequest, Finished, OutputQueue, output_from_dict
 from staticllm.system.threads import InterruptibleFuture, start_thread
 from staticllm.wire import tensors
 from staticllm.wire.endpoint import SilentError
 from staticllm.wire.messages import LAST, MAX_FRAME, Kind, Message, ProtocolError
+
+from ..engine.request import CompileTimes, EngineRequest, Finished, OutputQueue, output_from_dict
+from .daemon_link import GONE, DaemonLink
 
 log = logging.getLogger(__name__)
 QUESTION = 1 << 62

@@ -9,12 +9,13 @@ from queue import Empty, SimpleQueue
 
 from staticllm.core import FinishReason
 from staticllm.errors import DeviceError, ProcessLostError, StaticLLMError
-from staticllm.pipelines.daemon_client.daemon_link import GONE
-from staticllm.pipelines.daemon_client.delivered import Delivered, DivergedError
-from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
-from staticllm.pipelines.engine.request import EngineRequest, Finished, Output, OutputQueue, TokenOutput
 from staticllm.system.threads import start_thread
 from staticllm.wire.endpoint import SilentError
+
+from ..engine.request import EngineRequest, Finished, Output, OutputQueue, TokenOutput
+from .daemon_link import GONE
+from .delivered import Delivered, DivergedError
+from .engine_connection import EngineConnection
 
 RECOVERY_SECONDS = 300.0
 """Seconds after the last loss in which requests must be accepted again; loading a model may take minutes."""

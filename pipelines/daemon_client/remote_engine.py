@@ -14,18 +14,19 @@ from typing import Any, Protocol
 from staticllm.children.child import start_daemon
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError, ProcessLostError, StaticLLMError, pipeline_closed
-from staticllm.kvcache.sequence import AdapterScales
-from staticllm.pipelines.daemon_client.daemon_link import Startable
-from staticllm.pipelines.daemon_client.engine_connection import EngineConnection, OnLost
-from staticllm.pipelines.daemon_client.recovery import LiveRequest, Recovery
-from staticllm.pipelines.daemon_client.remote_sources import RemoteSources
-from staticllm.pipelines.engine.client import SnapshotTarget, UserProcessors
-from staticllm.pipelines.engine.request import CompileTimes, EngineRequest, Finished, OutputQueue
-from staticllm.pipelines.profiling.stats import Stats
-from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
 from staticllm.system.threads import CLOSE_SECONDS, check_process
 from staticllm.wire import endpoint
 from staticllm.wire.messages import Kind, Message
+
+from ...kvcache.sequence import AdapterScales
+from ..engine.client import SnapshotTarget, UserProcessors
+from ..engine.request import CompileTimes, EngineRequest, Finished, OutputQueue
+from ..profiling.stats import Stats
+from ..profiling.trace import MAX_RECORDS, Trace
+from .daemon_link import Startable
+from .engine_connection import EngineConnection, OnLost
+from .recovery import LiveRequest, Recovery
+from .remote_sources import RemoteSources
 
 
 class RemoteEngine:

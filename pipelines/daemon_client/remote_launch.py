@@ -14,16 +14,17 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ConfigError, ModelError, pipeline_closed, shown
 from staticllm.model_dir import model_in_memory
-from staticllm.pipelines.daemon_client.daemon_link import DaemonLink
-from staticllm.pipelines.daemon_client.engine_connection import EngineConnection, OnLost
-from staticllm.pipelines.daemon_client.remote_engine import DaemonHome, RemoteEngine, UserDaemon
-from staticllm.pipelines.launch.arguments import Candidate
-from staticllm.pipelines.launch.draft_source import DraftSource
-from staticllm.pipelines.launch.genai_properties import plain_properties
-from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.system.heap import return_free_memory
 from staticllm.system.long_calls import attended, told
 from staticllm.wire.messages import Kind, Message
+
+from ..launch.arguments import Candidate
+from ..launch.draft_source import DraftSource
+from ..launch.genai_properties import plain_properties
+from ..scheduling.interface import Policy
+from .daemon_link import DaemonLink
+from .engine_connection import EngineConnection, OnLost
+from .remote_engine import DaemonHome, RemoteEngine, UserDaemon
 
 SECRETS = ("cache_encryption_callbacks", "weights_decryption_callback", "integrity_key")
 """Fields of the config that do not leave this process."""

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import ProcessLostError, PromptError, pipeline_closed
-from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
 from staticllm.system.threads import InterruptibleFuture, check_process, start_thread
+
+from .engine_connection import EngineConnection
 
 Result = TypeVar("Result")
 MAX_FORGOTTEN = 64

@@ -9,10 +9,11 @@ from typing import Any
 
 from staticllm.adapters.adapter_set import MAX_ALPHA
 from staticllm.errors import ConfigError, shown
-from staticllm.pipelines.engine.request import MAX_PRIORITY, EngineRequest
-from staticllm.pipelines.generation.options.extra import MAX_BIAS, MAX_TOKEN
-from staticllm.pipelines.generation.options.resolve import LONGEST_DRAFT
-from staticllm.pipelines.generation.options.table import MAX_BEAMS, OPTIONS, SAMPLING, SEQUENCES, SamplingParams
+
+from ..engine.request import MAX_PRIORITY, EngineRequest
+from ..generation.options.extra import MAX_BIAS, MAX_TOKEN
+from ..generation.options.resolve import LONGEST_DRAFT
+from ..generation.options.table import MAX_BEAMS, OPTIONS, SAMPLING, SEQUENCES, SamplingParams
 
 MAX_SEQUENCE_TOKENS = 1 << 18
 MAX_STOP_CHARACTERS = 1 << 16

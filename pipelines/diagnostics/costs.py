@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from staticllm.core import Variant
-from staticllm.pipelines.engine.engine import Engine
+
+from ..engine.engine import Engine
 
 RUNS = 3
 POLL_SECONDS = 0.1

@@ -16,15 +16,26 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import ModelShape, OnProgress, ProgramMode, Variant
 from staticllm.devices import check_device, get_core, known_properties
 from staticllm.errors import PromptTooLongError
-from staticllm.kvcache.step import Segment, buffer_bytes
-from staticllm.pipelines.diagnostics.diagnosis import Diagnosis, Trial, copies_of_weights, needs
-from staticllm.pipelines.diagnostics.encoder_diagnosis import try_reranker
-from staticllm.pipelines.diagnostics.measured_memory import measure_memory
-from staticllm.pipelines.diagnostics.npu_programs import CompiledForReport, predicted_times
-from staticllm.pipelines.diagnostics.npu_reports import PredictedTimes
-from staticllm.pipelines.diagnostics.process_memory import MeasuredMemory
-from staticllm.pipelines.diagnostics.reference import StatefulReference, exact_for
-from staticllm.pipelines.diagnostics.reports import (
+from staticllm.properties import resolve
+
+from ...kvcache.step import Segment, buffer_bytes
+from ..embedding.encoder_files import read_encoder_files
+from ..llm_pipeline import StaticLLMPipeline
+from ..loading.decoder_kind import DecoderJob, DecoderKind, DecoderPlan, job_of
+from ..loading.kind import ProgramKind
+from ..loading.load import load_job
+from ..programs.compile import CompilePlan, compile_all
+from ..programs.model_runner import ModelRunner
+from ..programs.variant_index import VariantIndex
+from ..programs.warm_up import make_runner
+from .diagnosis import Diagnosis, Trial, copies_of_weights, needs
+from .encoder_diagnosis import try_reranker
+from .measured_memory import measure_memory
+from .npu_programs import CompiledForReport, predicted_times
+from .npu_reports import PredictedTimes
+from .process_memory import MeasuredMemory
+from .reference import StatefulReference, exact_for
+from .reports import (
     Agreement,
     DecoderEstimate,
     DecoderReport,
@@ -41,17 +52,7 @@ from staticllm.pipelines.diagnostics.reports import (
     Verdict,
     difference,
 )
-from staticllm.pipelines.diagnostics.settings import planned_settings
-from staticllm.pipelines.embedding.encoder_files import read_encoder_files
-from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-from staticllm.pipelines.loading.decoder_kind import DecoderJob, DecoderKind, DecoderPlan, job_of
-from staticllm.pipelines.loading.kind import ProgramKind
-from staticllm.pipelines.loading.load import load_job
-from staticllm.pipelines.programs.compile import CompilePlan, compile_all
-from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.programs.variant_index import VariantIndex
-from staticllm.pipelines.programs.warm_up import make_runner
-from staticllm.properties import resolve
+from .settings import planned_settings
 
 STEPS, NUM_NEW, GREEDY_PROMPTS = 96, 48, (5, 40, 300)
 KV_LENS = (48, 64)

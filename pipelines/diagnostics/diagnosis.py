@@ -15,13 +15,25 @@ from numpy.typing import NDArray
 from staticllm.core import OnProgress, ProgramMode, ProgramVariant, ProgressEvent
 from staticllm.devices import check_device, get_core, is_present, kind, known_properties
 from staticllm.errors import ModelError, last_line
-from staticllm.pipelines.artifacts.cache import BlobCache, key_of
-from staticllm.pipelines.artifacts.measurements import CostsPlace
-from staticllm.pipelines.diagnostics.npu_programs import CompiledForReport, compile_for_report, unknown_of
-from staticllm.pipelines.diagnostics.npu_reports import NPUEstimate, NPUReport, PredictedTimes
-from staticllm.pipelines.diagnostics.process_memory import MeasuredMemory, device_memory, private_bytes
-from staticllm.pipelines.diagnostics.reference import EXACT, exact_for
-from staticllm.pipelines.diagnostics.reports import (
+from staticllm.properties import resolve
+
+from ..artifacts.cache import BlobCache, key_of
+from ..artifacts.measurements import CostsPlace
+from ..loading.kind import LoadJob, ProgramKind
+from ..loading.load import load_job
+from ..programs.compile import (
+    CompiledPrograms,
+    CompilePlan,
+    compile_all,
+    first_variants,
+)
+from ..programs.dry_run import run_apart
+from ..programs.layout import PROGRAM_BYTES
+from .npu_programs import CompiledForReport, compile_for_report, unknown_of
+from .npu_reports import NPUEstimate, NPUReport, PredictedTimes
+from .process_memory import MeasuredMemory, device_memory, private_bytes
+from .reference import EXACT, exact_for
+from .reports import (
     Agreement,
     MemoryEstimate,
     ModelReport,
@@ -31,18 +43,7 @@ from staticllm.pipelines.diagnostics.reports import (
     Verdict,
     difference,
 )
-from staticllm.pipelines.diagnostics.settings import planned_settings
-from staticllm.pipelines.loading.kind import LoadJob, ProgramKind
-from staticllm.pipelines.loading.load import load_job
-from staticllm.pipelines.programs.compile import (
-    CompiledPrograms,
-    CompilePlan,
-    compile_all,
-    first_variants,
-)
-from staticllm.pipelines.programs.dry_run import run_apart
-from staticllm.pipelines.programs.layout import PROGRAM_BYTES
-from staticllm.properties import resolve
+from .settings import planned_settings
 
 TOLERANCE, OTHER_TOLERANCE = 1e-3, 1e-2
 """Largest difference as a share of the range of the original's numbers: on a CPU in f32, and elsewhere."""

@@ -20,15 +20,16 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.devices import get_core, kind
 from staticllm.errors import ConfigError, ModelError, last_line
-from staticllm.kvcache.step import Segment
 from staticllm.model_dir import check_model_dir
-from staticllm.pipelines.diagnostics.reference import StatefulReference
-from staticllm.pipelines.diagnostics.reports import Divergence
-from staticllm.pipelines.diagnostics.settings import PRECISION, candidates, planned_settings
-from staticllm.pipelines.loading.decoder_kind import DecoderPlan, prepare
-from staticllm.pipelines.programs.compile import compile_all
-from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.programs.warm_up import make_runner
+
+from ...kvcache.step import Segment
+from ..loading.decoder_kind import DecoderPlan, prepare
+from ..programs.compile import compile_all
+from ..programs.model_runner import ModelRunner
+from ..programs.warm_up import make_runner
+from .reference import StatefulReference
+from .reports import Divergence
+from .settings import PRECISION, candidates, planned_settings
 
 MOST_DIVERGENCE = 5e-3
 """The largest mean divergence (KL, nats per token) of a setting that may be chosen without being asked for.

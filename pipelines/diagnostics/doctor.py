@@ -15,8 +15,6 @@ from platform import python_version, release, system
 import openvino as ov
 import psutil
 
-from staticllm.compiler_passes.graph.compressed_matrix import find_compressed_matrices, is_symmetric
-from staticllm.compiler_passes.model_kind import kind_in
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress
 from staticllm.devices import get_core, kind
@@ -30,17 +28,20 @@ from staticllm.errors import (
 )
 from staticllm.model_dir import check_model_dir, demo_model_path, read_model
 from staticllm.model_paths.path_kinds import SPEECH
-from staticllm.pipelines.artifacts.cache import BlobCache
-from staticllm.pipelines.artifacts.fingerprint import fingerprint_model, with_article
-from staticllm.pipelines.diagnostics.gguf_report import check_gguf
-from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in, known_kind
-from staticllm.pipelines.diagnostics.reference import StatefulReference, exact_for
-from staticllm.pipelines.diagnostics.reports import Finding
-from staticllm.pipelines.diagnostics.speech_diagnosis import try_speech
-from staticllm.pipelines.loading.load import load
-from staticllm.pipelines.npu_compiler.find import compiler_statuses
-from staticllm.pipelines.npu_compiler.wine import COMMAND, default_folder
 from staticllm.sources.hub import located
+
+from ...compiler_passes.graph.compressed_matrix import find_compressed_matrices, is_symmetric
+from ...compiler_passes.model_kind import kind_in
+from ..artifacts.cache import BlobCache
+from ..artifacts.fingerprint import fingerprint_model, with_article
+from ..loading.load import load
+from ..npu_compiler.find import compiler_statuses
+from ..npu_compiler.wine import COMMAND, default_folder
+from .gguf_report import check_gguf
+from .kinds import diagnosis_of, job_in, known_kind
+from .reference import StatefulReference, exact_for
+from .reports import Finding
+from .speech_diagnosis import try_speech
 
 PACKAGES = (
     "openvino",

@@ -11,40 +11,9 @@ from typing import Any, cast
 import numpy as np
 import openvino as ov
 
-from staticllm.compiler_passes.lower_encoder import LoweredEncoder
-from staticllm.compiler_passes.model_kind import DECODER, kind_in
-from staticllm.compiler_passes.model_kind import SCORES as SCORING
 from staticllm.core import EncoderShape, EncoderVariant, OnProgress, Pooling, ProgramMode
 from staticllm.devices import check_device, get_core, kind
 from staticllm.errors import ConfigError
-from staticllm.pipelines.diagnostics.diagnosis import OTHER_TOLERANCE, Diagnosis, Trial, agreed, in_mode, least_cosine
-from staticllm.pipelines.diagnostics.reference import EncoderReference
-from staticllm.pipelines.diagnostics.reports import (
-    Agreement,
-    EncoderReport,
-    PoolingSource,
-    TimedVariant,
-    Verdict,
-    difference,
-    encoder_size,
-)
-from staticllm.pipelines.diagnostics.settings import label_of
-from staticllm.pipelines.embedding.encoder_job import encoder_job
-from staticllm.pipelines.embedding.encoder_kind import (
-    EncoderChoices,
-    EncoderJob,
-    EncoderKind,
-    EncoderPlan,
-    default_pooling,
-)
-from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
-from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
-from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.pipelines.embedding.pool.instances import embed_texts
-from staticllm.pipelines.loading.kind import LoadJob
-from staticllm.pipelines.loading.load import load_job
-from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
-from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
 from staticllm.ports import (
     EMBEDDINGS,
     INPUT_IDS,
@@ -57,6 +26,38 @@ from staticllm.ports import (
     past_names,
     present_names,
 )
+
+from ...compiler_passes.lower_encoder import LoweredEncoder
+from ...compiler_passes.model_kind import DECODER, kind_in
+from ...compiler_passes.model_kind import SCORES as SCORING
+from ..embedding.encoder_job import encoder_job
+from ..embedding.encoder_kind import (
+    EncoderChoices,
+    EncoderJob,
+    EncoderKind,
+    EncoderPlan,
+    default_pooling,
+)
+from ..embedding.encoder_runner import EncoderRunner
+from ..embedding.packing.encoder_buffers import Vectors
+from ..embedding.packing.tokenized_text import TokenizedText
+from ..embedding.pool.instances import embed_texts
+from ..loading.kind import LoadJob
+from ..loading.load import load_job
+from ..text_embedding_pipeline import StaticEmbeddingPipeline
+from ..text_rerank_pipeline import StaticRerankPipeline
+from .diagnosis import OTHER_TOLERANCE, Diagnosis, Trial, agreed, in_mode, least_cosine
+from .reference import EncoderReference
+from .reports import (
+    Agreement,
+    EncoderReport,
+    PoolingSource,
+    TimedVariant,
+    Verdict,
+    difference,
+    encoder_size,
+)
+from .settings import label_of
 
 LENGTHS = (1, 2, 3, 5, 9, 17, 33, 60, 100, 128, 250, 512)
 """Tokens of the texts, as far as the model allows them."""

@@ -14,11 +14,13 @@ import openvino as ov
 import openvino_genai as genai
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.shapes.select_logits import find_head
 from staticllm.core import Variant
 from staticllm.devices import get_core
 from staticllm.model_dir import read_model
-from staticllm.pipelines.diagnostics.node_profile import (
+from staticllm.ports import ATTENTION_MASK, BEAM_IDX, INPUT_IDS, LOGITS, POSITION_IDS
+
+from ...compiler_passes.shapes.select_logits import find_head
+from .node_profile import (
     PERF_COUNT,
     CountedRuns,
     kinds_in,
@@ -26,7 +28,7 @@ from staticllm.pipelines.diagnostics.node_profile import (
     run_step,
     shares_of,
 )
-from staticllm.pipelines.diagnostics.time_parts import (
+from .time_parts import (
     CountedCall,
     Phase,
     Prompt,
@@ -36,7 +38,6 @@ from staticllm.pipelines.diagnostics.time_parts import (
     greedy,
     wait_until,
 )
-from staticllm.ports import ATTENTION_MASK, BEAM_IDX, INPUT_IDS, LOGITS, POSITION_IDS
 
 DEVICE = "CPU"
 

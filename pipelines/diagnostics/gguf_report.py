@@ -7,10 +7,11 @@ from collections import Counter
 from pathlib import Path
 
 from staticllm.errors import ModelError, shown
-from staticllm.pipelines.conversion.gguf_tokenizer import KIND, PRE, TOKENS, check_vocabulary
-from staticllm.pipelines.diagnostics.reports import Finding
 from staticllm.sources.gguf_architectures import check_architecture, context_length
 from staticllm.sources.gguf_header import GGUFHeader, read_gguf_header
+
+from ..conversion.gguf_tokenizer import KIND, PRE, TOKENS, check_vocabulary
+from .reports import Finding
 
 
 def check_gguf(path: Path) -> Finding:

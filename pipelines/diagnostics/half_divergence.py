@@ -11,15 +11,16 @@ import numpy as np
 from staticllm.core import Variant
 from staticllm.devices import check_device, get_core, is_present, kind
 from staticllm.errors import ConfigError, NumericalError
-from staticllm.pipelines.diagnostics.divergence import Logits, compare, reference_texts
-from staticllm.pipelines.diagnostics.half_precision import Extremes, RoundedModel
-from staticllm.pipelines.diagnostics.reference import exact_for
-from staticllm.pipelines.diagnostics.reports import Divergence
-from staticllm.pipelines.loading.decoder_kind import DecoderJob, DecoderPlan
-from staticllm.pipelines.loading.kind import LoadJob
-from staticllm.pipelines.programs.compile import compile_all
-from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.programs.warm_up import make_runner
+
+from ..loading.decoder_kind import DecoderJob, DecoderPlan
+from ..loading.kind import LoadJob
+from ..programs.compile import compile_all
+from ..programs.model_runner import ModelRunner
+from ..programs.warm_up import make_runner
+from .divergence import Logits, compare, reference_texts
+from .half_precision import Extremes, RoundedModel
+from .reference import exact_for
+from .reports import Divergence
 
 EMULATED = "emulated: no {device} here computes f16"
 WHOLE_NORMS, NORMS_IN_STEPS = "f16", "f16, norms in steps"

@@ -15,11 +15,12 @@ import numpy as np
 import openvino as ov
 from openvino import Op
 
-from staticllm.compiler_passes.blocks.dataflow import Dataflow
-from staticllm.compiler_passes.graph.control_values import key_of
-from staticllm.compiler_passes.graph.step_graph import consumers, through
-from staticllm.compiler_passes.lower import LoweredModel
 from staticllm.core import Variant
+
+from ...compiler_passes.blocks.dataflow import Dataflow
+from ...compiler_passes.graph.control_values import key_of
+from ...compiler_passes.graph.step_graph import consumers, through
+from ...compiler_passes.lower import LoweredModel
 
 LARGEST = float(np.finfo(np.float16).max)
 _FLOATS = ("f32", "f16")

@@ -14,15 +14,16 @@ from staticllm.core import OnProgress, ProgramMode
 from staticllm.devices import check_device, get_core
 from staticllm.model_dir import check_model_dir, read_model
 from staticllm.model_paths.path_kinds import SPEECH
-from staticllm.pipelines.artifacts.blob_set import read_manifest, rewrite_manifest
-from staticllm.pipelines.artifacts.manifest import Manifest
-from staticllm.pipelines.diagnostics.diagnosis import Diagnosis
-from staticllm.pipelines.diagnostics.reports import Verdict
-from staticllm.pipelines.diagnostics.speech_diagnosis import Jobs, parts_of, speech_verdicts
-from staticllm.pipelines.diagnostics.tokenizer_verdicts import tokenizer_verdicts
-from staticllm.pipelines.loading.kind import LoadJob
-from staticllm.pipelines.programs.kinds import KINDS
 from staticllm.sources.hub import located
+
+from ..artifacts.blob_set import read_manifest, rewrite_manifest
+from ..artifacts.manifest import Manifest
+from ..loading.kind import LoadJob
+from ..programs.kinds import KINDS
+from .diagnosis import Diagnosis
+from .reports import Verdict
+from .speech_diagnosis import Jobs, parts_of, speech_verdicts
+from .tokenizer_verdicts import tokenizer_verdicts
 
 AnyDiagnosis = Diagnosis[Any]
 

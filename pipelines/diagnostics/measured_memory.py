@@ -14,7 +14,9 @@ import numpy as np
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgramVariant, ProgressEvent, Variant
 from staticllm.errors import StaticLLMError
-from staticllm.pipelines.diagnostics.process_memory import (
+
+from ..programs.bind import BoundPrograms
+from .process_memory import (
     IS_DETAILED,
     MeasuredMemory,
     MemoryStage,
@@ -23,10 +25,9 @@ from staticllm.pipelines.diagnostics.process_memory import (
     private_bytes,
     written_bytes,
 )
-from staticllm.pipelines.programs.bind import BoundPrograms
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+    from ..llm_pipeline import StaticLLMPipeline
 
 INTERPRETER, TOKENIZER, GRAPH = "Python, OpenVINO and their libraries", "tokenizer", "model graph and passes"
 PROGRAM = "program: packed weights and code"
@@ -81,8 +82,9 @@ def _run(results: Connection, path: str, device: str, config: StaticLLMConfig) -
 def _measure(path: str, device: str, config: StaticLLMConfig) -> MeasuredMemory:
     from staticllm.devices import get_core
     from staticllm.model_dir import check_model_dir, weights_of
-    from staticllm.pipelines.launch.arguments import read_tokenizer
-    from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+
+    from ..launch.arguments import read_tokenizer
+    from ..llm_pipeline import StaticLLMPipeline
 
     directory = check_model_dir(path, True, config.weights_path)
     stages = Stages(weights_of(directory, config.weights_path))

@@ -14,12 +14,13 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.devices import get_core, supported_properties
 from staticllm.errors import ConfigError
-from staticllm.pipelines.diagnostics.reports import CallProfile, NodeShare
-from staticllm.pipelines.diagnostics.settings import label_of
-from staticllm.pipelines.loading.decoder_kind import DecoderPlan, prepare
-from staticllm.pipelines.programs.chain import device_models
-from staticllm.pipelines.programs.compile import compile_all
-from staticllm.pipelines.programs.dry_run import bound_request, random_feeds
+
+from ..loading.decoder_kind import DecoderPlan, prepare
+from ..programs.chain import device_models
+from ..programs.compile import compile_all
+from ..programs.dry_run import bound_request, random_feeds
+from .reports import CallProfile, NodeShare
+from .settings import label_of
 
 RUNS = 5
 PERF_COUNT = "PERF_COUNT"

@@ -11,10 +11,18 @@ from typing import Any
 
 import openvino as ov
 
-from staticllm.compiler_passes.blocks.chain_model import OfPort
 from staticllm.core import Variant
-from staticllm.pipelines.costs.model import CostModel
-from staticllm.pipelines.diagnostics.npu_reports import (
+
+from ...compiler_passes.blocks.chain_model import OfPort
+from ..costs.model import CostModel
+from ..loading.kind import LoadJob
+from ..loading.npu_target import CompiledForNPU
+from ..npu_compiler.platforms import Platform
+from ..npu_compiler.schedule import Schedule, heaviest
+from ..programs.chain import CompiledChain, EntryOf, HostPart, PartBlob, PlannedCall, wire_bytes
+from ..programs.compile import CompilePlan, compile_all
+from ..programs.variant_index import VariantIndex, plan_chunks
+from .npu_reports import (
     MOST_OPERATIONS,
     CompiledModel,
     PackedTime,
@@ -26,13 +34,6 @@ from staticllm.pipelines.diagnostics.npu_reports import (
     Role,
     TokenTime,
 )
-from staticllm.pipelines.loading.kind import LoadJob
-from staticllm.pipelines.loading.npu_target import CompiledForNPU
-from staticllm.pipelines.npu_compiler.platforms import Platform
-from staticllm.pipelines.npu_compiler.schedule import Schedule, heaviest
-from staticllm.pipelines.programs.chain import CompiledChain, EntryOf, HostPart, PartBlob, PlannedCall, wire_bytes
-from staticllm.pipelines.programs.compile import CompilePlan, compile_all
-from staticllm.pipelines.programs.variant_index import VariantIndex, plan_chunks
 
 SHORT_PROMPT = 128
 """Tokens of the shorter prompt whose TTFT is predicted."""

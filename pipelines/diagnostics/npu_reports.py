@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from staticllm.pipelines.diagnostics.reports import MemoryEstimate, ModelReport, mib
-from staticllm.pipelines.npu_compiler.schedule import LayerTime
+from ..npu_compiler.schedule import LayerTime
+from .reports import MemoryEstimate, ModelReport, mib
 
 Role = Literal["head", "block", "tail"]
 """What a part is in a program: it comes before the layers that repeat, is one of these, or comes after them."""

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from staticllm.errors import ConfigError
-from staticllm.pipelines.loading.npu_target import CompiledForNPU
+
+from ..loading.npu_target import CompiledForNPU
 
 _OTHER = re.compile(r"[^A-Za-z0-9]+")
 _REMEDY = "give another folder with --trace"

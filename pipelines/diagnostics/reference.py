@@ -14,19 +14,20 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.compiler_passes.graph.step_graph import named_result
-from staticllm.compiler_passes.model_kind import check_kind
-from staticllm.compiler_passes.shapes.add_pooling import Dense
-from staticllm.compiler_passes.shapes.select_logits import find_head
-from staticllm.compiler_passes.shapes.select_output import HIDDEN_STATES
 from staticllm.core import EncoderShape, Pooling
 from staticllm.devices import get_core, kind
 from staticllm.errors import ModelError, last_line
 from staticllm.model_dir import read_model
-from staticllm.pipelines.embedding.encoder_kind import EncoderJob
-from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
-from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.ports import ATTENTION_MASK, BEAM_IDX, CACHE_POSITION, INPUT_IDS, LOGITS, POSITION_IDS, TOKEN_TYPE_IDS
+
+from ...compiler_passes.graph.step_graph import named_result
+from ...compiler_passes.model_kind import check_kind
+from ...compiler_passes.shapes.add_pooling import Dense
+from ...compiler_passes.shapes.select_logits import find_head
+from ...compiler_passes.shapes.select_output import HIDDEN_STATES
+from ..embedding.encoder_kind import EncoderJob
+from ..embedding.packing.encoder_buffers import Vectors
+from ..embedding.packing.tokenized_text import TokenizedText
 
 EXACT: Mapping[str, Any] = MappingProxyType(
     {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from staticllm.compiler_passes.pass_pipeline import PassReport
 from staticllm.core import KVType, Part, Phase, Pooling, ProgramLayout, ProgramVariant
+
+from ...compiler_passes.pass_pipeline import PassReport
 
 Level = Literal["ok", "warn", "fail"]
 PoolingSource = Literal["the model's graph", "the user", "the model's files", "the default"]

@@ -11,12 +11,13 @@ import openvino as ov
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Part, Variant
 from staticllm.devices import get_core, is_present, kind, type_name
-from staticllm.pipelines.diagnostics.reports import ChosenSettings, TokenTimes
-from staticllm.pipelines.loading.decoder_kind import prepare
-from staticllm.pipelines.programs.autotune import LARGE_GROUP, Probe, repeated_matrices
-from staticllm.pipelines.programs.bind import BoundPrograms
-from staticllm.pipelines.programs.chain import device_models
-from staticllm.pipelines.programs.compile import CompileOptions
+
+from ..loading.decoder_kind import prepare
+from ..programs.autotune import LARGE_GROUP, Probe, repeated_matrices
+from ..programs.bind import BoundPrograms
+from ..programs.chain import device_models
+from ..programs.compile import CompileOptions
+from .reports import ChosenSettings, TokenTimes
 
 PRECISION, GROUP_SIZE = "INFERENCE_PRECISION_HINT", "DYNAMIC_QUANTIZATION_GROUP_SIZE"
 GROUP_SIZES = (0, 32, 128)

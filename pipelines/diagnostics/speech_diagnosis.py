@@ -13,21 +13,22 @@ from numpy.typing import NDArray
 from staticllm.core import OnProgress, ProgramMode
 from staticllm.devices import check_device, get_core, kind, known_properties
 from staticllm.errors import ModelError, NumericalError, last_line
-from staticllm.kvcache.sequence import Conditions
 from staticllm.model_dir import read_model
-from staticllm.pipelines.diagnostics.diagnosis import OTHER_TOLERANCE, TOLERANCE, Trial, in_mode
-from staticllm.pipelines.diagnostics.reference import EXACT
-from staticllm.pipelines.diagnostics.reports import Verdict, difference
-from staticllm.pipelines.launch.arguments import Candidate
-from staticllm.pipelines.loading.decoder_kind import job_of
-from staticllm.pipelines.loading.kind import LoadJob
-from staticllm.pipelines.loading.load import load_job
-from staticllm.pipelines.speech.speech_files import DECODER, ENCODER, SpeechFiles, speech_files
-from staticllm.pipelines.speech.speech_jobs import ALIGNMENT, folder_of, speech_jobs, take_has_words, take_num_windows
-from staticllm.pipelines.speech.whisper_config import WhisperGenerationConfig, alignment_heads
-from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline
 from staticllm.ports import BEAM_IDX, INPUT_IDS, LOGITS
 from staticllm.properties import resolve
+
+from ...kvcache.sequence import Conditions
+from ..launch.arguments import Candidate
+from ..loading.decoder_kind import job_of
+from ..loading.kind import LoadJob
+from ..loading.load import load_job
+from ..speech.speech_files import DECODER, ENCODER, SpeechFiles, speech_files
+from ..speech.speech_jobs import ALIGNMENT, folder_of, speech_jobs, take_has_words, take_num_windows
+from ..speech.whisper_config import WhisperGenerationConfig, alignment_heads
+from ..whisper_pipeline import StaticWhisperPipeline
+from .diagnosis import OTHER_TOLERANCE, TOLERANCE, Trial, in_mode
+from .reference import EXACT
+from .reports import Verdict, difference
 
 PROMPT, STEPS = 6, 18
 """Tokens of the text that is compared: those of its first call, and those that follow one by one."""

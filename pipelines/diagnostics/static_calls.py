@@ -16,9 +16,15 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.core import Variant
-from staticllm.pipelines.costs.probe import timed_run
-from staticllm.pipelines.diagnostics.costs import wait_for_costs
-from staticllm.pipelines.diagnostics.node_profile import (
+
+from ..costs.probe import timed_run
+from ..llm_pipeline import StaticLLMPipeline
+from ..loading.decoder_kind import prepare
+from ..programs.bind import BoundPrograms
+from ..programs.chain import device_models
+from ..programs.dry_run import bound_request, random_feeds
+from .costs import wait_for_costs
+from .node_profile import (
     CountedRuns,
     NodeTime,
     counted_program,
@@ -27,8 +33,8 @@ from staticllm.pipelines.diagnostics.node_profile import (
     num_running,
     shares_of,
 )
-from staticllm.pipelines.diagnostics.settings import settings_in
-from staticllm.pipelines.diagnostics.time_parts import (
+from .settings import settings_in
+from .time_parts import (
     CountedCall,
     Phase,
     Prompt,
@@ -38,11 +44,6 @@ from staticllm.pipelines.diagnostics.time_parts import (
     greedy,
     wait_until,
 )
-from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-from staticllm.pipelines.loading.decoder_kind import prepare
-from staticllm.pipelines.programs.bind import BoundPrograms
-from staticllm.pipelines.programs.chain import device_models
-from staticllm.pipelines.programs.dry_run import bound_request, random_feeds
 
 
 class StaticCalls:

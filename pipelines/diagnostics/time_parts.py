@@ -15,8 +15,9 @@ import openvino_genai as genai
 from numpy.typing import NDArray
 
 from staticllm.core import Variant
-from staticllm.pipelines.diagnostics.reports import NodeShare, TimeParts
 from staticllm.system.table import markdown
+
+from .reports import NodeShare, TimeParts
 
 Prompt: TypeAlias = NDArray[np.int64]
 Phase: TypeAlias = Literal["prefill", "turn", "decode"]

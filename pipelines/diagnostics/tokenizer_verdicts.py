@@ -12,8 +12,9 @@ from typing import Any
 from staticllm.errors import last_line
 from staticllm.export.tokenizer_texts import added_tokens, first_difference, sample_texts
 from staticllm.model_paths.path_kind import TOKENIZER_XML
-from staticllm.pipelines.diagnostics.reports import Verdict
-from staticllm.pipelines.launch.arguments import read_tokenizer
+
+from ..launch.arguments import read_tokenizer
+from .reports import Verdict
 
 ORIGINAL = "tokenizer.json"
 

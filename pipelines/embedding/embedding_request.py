@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
-from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.system.threads import POLL_SECONDS, InterruptibleFuture, check_may_wait
+
+from .packing.encoder_buffers import Vectors
+from .packing.tokenized_text import TokenizedText
 
 IDLE_SECONDS = 0.05
 """Idle time after which the thread of callbacks ends: starting one for each would take as long as tokenizing a text."""

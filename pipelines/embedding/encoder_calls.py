@@ -11,10 +11,6 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.core import EncoderShape, EncoderVariant
-from staticllm.pipelines.embedding.packing.chunks import ChunkBuffers, ChunkCache, ContinuedText, new_presents
-from staticllm.pipelines.embedding.packing.encoder_buffers import EncoderBuffers
-from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.pipelines.programs.chain import AnyProgram
 from staticllm.ports import (
     EMBEDDINGS,
     SCORES,
@@ -23,6 +19,11 @@ from staticllm.ports import (
     past_names,
     present_names,
 )
+
+from ..programs.chain import AnyProgram
+from .packing.chunks import ChunkBuffers, ChunkCache, ContinuedText, new_presents
+from .packing.encoder_buffers import EncoderBuffers
+from .packing.tokenized_text import TokenizedText
 
 FEW_IDS = 50
 """Token ids below this are used to compare a blob with its program, if the model has that many."""

@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.adapters.safetensors_file import parse_safetensors
-from staticllm.compiler_passes.shapes.add_pooling import ACTIVATIONS, Dense
 from staticllm.config import is_whole
 from staticllm.core import Pooling
 from staticllm.errors import ModelError, last_line
 from staticllm.model_dir import max_positions
 from staticllm.system.files import read_regular
+
+from ...compiler_passes.shapes.add_pooling import ACTIVATIONS, Dense
 
 MAX_JSON = 1 << 20
 MAX_DENSE_BYTES = 1 << 30

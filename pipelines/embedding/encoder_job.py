@@ -15,15 +15,16 @@ from staticllm.core import OnProgress, ProgressEvent
 from staticllm.devices import check_device, get_core, known_properties
 from staticllm.errors import ConfigError, DeviceError, enough_memory
 from staticllm.model_dir import check_model_dir, max_positions, path_of
-from staticllm.pipelines.artifacts.blob_set import is_ours
-from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
-from staticllm.pipelines.embedding.encoder_kind import EncoderChoices, EncoderJob, EncoderKind
-from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
-from staticllm.pipelines.launch.arguments import read_tokenizer
-from staticllm.pipelines.launch.genai_properties import from_genai
-from staticllm.pipelines.loading.kind import LoadJob, Origin
-from staticllm.pipelines.loading.load import load_job
 from staticllm.properties import resolve
+
+from ..artifacts.blob_set import is_ours
+from ..launch.arguments import read_tokenizer
+from ..launch.genai_properties import from_genai
+from ..loading.kind import LoadJob, Origin
+from ..loading.load import load_job
+from .encoder_files import EncoderFiles, read_encoder_files
+from .encoder_kind import EncoderChoices, EncoderJob, EncoderKind
+from .encoder_runner import EncoderRunner
 
 MAX_LENGTH = 512
 """The most tokens of a text, unless the model or the user says less or more."""

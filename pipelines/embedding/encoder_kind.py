@@ -12,25 +12,26 @@ import openvino as ov
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from staticllm.compiler_passes import model_kind
-from staticllm.compiler_passes.encoder import encoder_passes
-from staticllm.compiler_passes.lower_encoder import lower_encoder
-from staticllm.compiler_passes.model_kind import check_kind, is_lowered_as, kind_of
-from staticllm.compiler_passes.pass_pipeline import EncoderOptions
 from staticllm.core import EncoderShape, EncoderVariant, Pooling, ProgramLayout, Size, mode_of
 from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
 from staticllm.model_paths.path_kind import MODEL_XML
-from staticllm.pipelines.artifacts.fingerprint import DENSE
-from staticllm.pipelines.artifacts.manifest import Manifest, stored
-from staticllm.pipelines.embedding.encoder_calls import check_ports, random_texts
-from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
-from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
-from staticllm.pipelines.embedding.packing.chunks import MOST_TOKENS
-from staticllm.pipelines.loading.kind import LoadJob, OpenedModel, ProgramKind, properties_text
-from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, StartWith
-from staticllm.pipelines.programs.layout import fixed_layout
 from staticllm.ports import INPUT_IDS
 from staticllm.sources.converted import given_as
+
+from ...compiler_passes import model_kind
+from ...compiler_passes.encoder import encoder_passes
+from ...compiler_passes.lower_encoder import lower_encoder
+from ...compiler_passes.model_kind import check_kind, is_lowered_as, kind_of
+from ...compiler_passes.pass_pipeline import EncoderOptions
+from ..artifacts.fingerprint import DENSE
+from ..artifacts.manifest import Manifest, stored
+from ..loading.kind import LoadJob, OpenedModel, ProgramKind, properties_text
+from ..programs.compile import CompiledPrograms, CompilePlan, StartWith
+from ..programs.layout import fixed_layout
+from .encoder_calls import check_ports, random_texts
+from .encoder_files import EncoderFiles, read_encoder_files
+from .encoder_runner import EncoderRunner
+from .packing.chunks import MOST_TOKENS
 
 EncoderPlan: TypeAlias = CompilePlan[EncoderVariant, EncoderShape]
 SIZES = ((1, 16), (1, 32), (1, 64), (1, 128), (2, 128), (4, 128), (8, 128), (1, 256), (1, 512))

@@ -11,8 +11,12 @@ import numpy as np
 import openvino as ov
 
 from staticllm.core import EncoderShape, EncoderVariant, OnProgress, Pooling, ProgressEvent
-from staticllm.pipelines.costs.model import STABLE_CALLS, CostModel
-from staticllm.pipelines.embedding.packing.chunks import (
+from staticllm.system.long_calls import attended, told
+
+from ..costs.model import STABLE_CALLS, CostModel
+from ..programs.bind import BoundRequest
+from ..programs.chain import AnyProgram
+from .packing.chunks import (
     MOST_TOKENS,
     ChunkBuffers,
     ChunkCache,
@@ -21,13 +25,10 @@ from staticllm.pipelines.embedding.packing.chunks import (
     chunk_variant,
     new_presents,
 )
-from staticllm.pipelines.embedding.packing.encoder_buffers import EncoderBuffers, Vectors
-from staticllm.pipelines.embedding.packing.plan_calls import PackedCall, plan_calls
-from staticllm.pipelines.embedding.packing.prefix_groups import LEAST_SHARED, find_groups
-from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.pipelines.programs.bind import BoundRequest
-from staticllm.pipelines.programs.chain import AnyProgram
-from staticllm.system.long_calls import attended, told
+from .packing.encoder_buffers import EncoderBuffers, Vectors
+from .packing.plan_calls import PackedCall, plan_calls
+from .packing.prefix_groups import LEAST_SHARED, find_groups
+from .packing.tokenized_text import TokenizedText
 
 SLOW_RUN, VERY_SLOW_RUN = 0.02, 0.2
 """Calls above these times, in seconds, are measured once at loading, and by their first run: noise and preparation are small."""

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import ModelError
-from staticllm.pipelines.embedding.encoder_files import TRUSTED, read_json
+
+from .encoder_files import TRUSTED, read_json
 
 Activation = Literal["sigmoid", "identity", "softmax"]
 """What makes a score of a logit: ``softmax`` takes all labels of a text together."""

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from staticllm.devices import read_first_tensor
 from staticllm.errors import ModelError, PromptError, encoding, pipeline_closed
-from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
+
+from .packing.tokenized_text import TokenizedText
 
 read_first_tensor()
 

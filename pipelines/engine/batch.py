@@ -10,15 +10,17 @@ from typing import TypeVar
 import numpy as np
 
 from staticllm.core import Variant
-from staticllm.kvcache.step import Segment
-from staticllm.pipelines.engine.kv_manager import KVCacheManager
-from staticllm.pipelines.engine.sequence import SequenceState
-from staticllm.pipelines.engine.speculation.draft_check import DraftCheck
-from staticllm.pipelines.engine.speculation.draft_planner import DraftPlan, DraftPlanner, PlainCall
-from staticllm.pipelines.profiling.records import HostTimes, StepRecord
-from staticllm.pipelines.programs.model_runner import Accept, Logits, ModelRunner
-from staticllm.pipelines.scheduling.interface import Plan, RequestStatus
-from staticllm.pipelines.scheduling.request_table import RequestTable
+
+from ...kvcache.step import Segment
+from ..profiling.records import HostTimes, StepRecord
+from ..programs.model_runner import Accept, Logits, ModelRunner
+from ..scheduling.interface import Plan, RequestStatus
+from ..scheduling.request_table import RequestTable
+from .kv_manager import KVCacheManager
+from .sequence import SequenceState
+from .speculation.draft_check import DraftCheck
+from .speculation.draft_planner import DraftPlan, DraftPlanner, PlainCall
+from .state import AnswerState
 
 Item = TypeVar("Item")
 
@@ -172,7 +174,8 @@ class BatchBuilder:
         if not self._draft_planner.is_possible or self._quarantine.has_suspects:
             return batch
         decoding = [entry for entry in batch.entries if not entry.is_prefill]
-        answers = [each for entry in decoding if (each := entry.state.answer) is not None and each.drafts is not None]
+        states = [entry.state for entry in decoding]
+        answers = [state for state in states if isinstance(state, AnswerState) and state.drafts is not None]
         if not answers:
             return batch
         drafting = [answer.drafts for answer in answers if answer.drafts is not None]

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import time
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import GenerationConfigError, NumericalError, as_ours
-from staticllm.pipelines.engine.client_sequences.feeds import Feeds
-from staticllm.pipelines.engine.client_sequences.state import BeamState, FeedOrder, FeedResult
-from staticllm.pipelines.engine.request import Decode, EngineRequest, Finished, OutputQueue, TokenOutput
-from staticllm.pipelines.engine.state import RequestState
-from staticllm.pipelines.generation.beam_search import BeamLimits, BeamMask, BeamSearch, Ending, Hypothesis, Successor
-from staticllm.pipelines.generation.filters import Logits
-from staticllm.pipelines.grammars.matcher import GrammarLimitError
 
-if TYPE_CHECKING:
-    from staticllm.pipelines.engine.engine_core import EngineCore
-
+from ..generation.beam_search import BeamLimits, BeamMask, BeamSearch, Ending, Hypothesis, Successor
+from ..generation.filters import Logits
+from ..grammars.matcher import GrammarLimitError
+from .client_sequences.feeds import Feeds
+from .client_sequences.state import BeamState, FeedOrder, FeedResult
+from .request import Decode, EngineRequest, Finished, OutputQueue, TokenOutput
+from .state import RequestState
 
 BROKEN = 3
 """Most characters that are decoded of a first token that is the rest of a character."""
@@ -51,34 +46,35 @@ class BeamRequest(RequestState):
         self._steps: list[tuple[float, float]] = []  # the seconds of choosing, and of the device, for each token
         self._choosing_seconds = 0.0
         self._device_seconds = 0.0  # since the last token
-        self._core: EngineCore | None = None  # while the search runs
+        self._feeds: Feeds | None = None  # while the search runs
+        self._on_end: Callable[[BeamRequest, FinishReason], None]
 
-    def admit(self, core: EngineCore) -> None:
-        """Begin the search in a core: run the prompt."""
-        core.searches[self.request.id] = self
-        self._core = weakref.proxy(core)  # a cycle would keep a dropped engine until the collector runs
-        self._beams = [core.feeds.open_beam(self.priority, self.request.conditions, self.request.owner)]
+    def begin(self, feeds: Feeds, on_end: Callable[[BeamRequest, FinishReason], None]) -> None:
+        """Begin the search with the client sequences of a core: run the prompt. ``on_end`` is told when it has ended."""
+        self._feeds = feeds
+        self._on_end = on_end
+        self._beams = [feeds.open_beam(self.priority, self.request.conditions, self.request.owner)]
         self._beams[0].mask = self._first_mask
         self._feed(0, self.request.prompt)
 
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:
         """End the search. Without an error, the best hypotheses so far are the answers. A second call does nothing."""
-        if self._core is None:
+        if self._feeds is None:
             return
         found: list[Hypothesis] = []
         if error is None:
             self._search.end(reason)
             found = self._search.hypotheses()[: self.request.num_sequences]
-        core = self._core
-        self._core = None
-        self._close_beams(core.feeds, found)
+        feeds = self._feeds
+        self._feeds = None
+        self._close_beams(feeds, found)
         for index, hypothesis in enumerate(found):
             self._report(index, hypothesis)
         is_whole = error is None and reason in (FinishReason.STOP, FinishReason.LENGTH)
         if is_whole and self.request.grammar is not None and len(found) < self.request.num_sequences:
             error = _too_few(len(found), self.request)
         self.finish_from(len(found), reason if error is None else FinishReason.ERROR, error)
-        core.end_search(self, reason)
+        self._on_end(self, reason)
 
     @property
     def is_waiting(self) -> bool:
@@ -94,20 +90,20 @@ class BeamRequest(RequestState):
 
     def give_up(self, feeds: Feeds, reason: FinishReason, error: Exception | None) -> None:
         """End the search without answers, in any state that an exception left, also one in the middle of its end."""
-        self._core = None
+        self._feeds = None
         for state in self._beams:
             feeds.forget(state)
         self.finish_from(0, reason, error)
 
     def _feed(self, index: int, tokens: Sequence[int]) -> None:
-        assert self._core is not None, "it has ended"
+        assert self._feeds is not None, "it has ended"
         order = FeedOrder(tuple(tokens), "last", partial(self._take, index), self.clock())
-        self._core.feeds.feed(self._beams[index], order)
+        self._feeds.feed(self._beams[index], order)
 
     def _take(self, index: int, result: FeedResult) -> None:
         """Choose the next beams, when the feeds of all have ended; this is one of them."""
         lead = self.sequences[0]
-        if self._core is None:
+        if self._feeds is None:
             return
         if result.error is not None or result.logits is None or not result.is_finite:
             self.end(FinishReason.ERROR, result.error or _not_finite())
@@ -118,7 +114,7 @@ class BeamRequest(RequestState):
             lead.kv.num_cached = self._beams[index].kv.num_cached
         lead.kv.num_recomputed = max(lead.kv.num_recomputed, self._beams[index].kv.num_recomputed)
         try:
-            self._choose(self._core.feeds, index, result.logits[-1])
+            self._choose(self._feeds, index, result.logits[-1])
         except Exception as error:  # of this request alone; the others continue
             if isinstance(error, GrammarLimitError) and self._steps:
                 self.end(FinishReason.LENGTH)
@@ -143,7 +139,7 @@ class BeamRequest(RequestState):
             return
         self._continue(feeds, successors)
         for number, successor in enumerate(successors):
-            if self._core is not None:  # else a feed before it failed at once
+            if self._feeds is not None:  # else a feed before it failed at once
                 self._feed(number, [successor.token])
 
     def _continue(self, feeds: Feeds, successors: Sequence[Successor]) -> None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from staticllm.core import FinishReason
-from staticllm.kvcache.sequence import AdapterScales
-from staticllm.kvcache.snapshot import Identity
-from staticllm.pipelines.engine.request import EngineRequest, OutputQueue
-from staticllm.pipelines.generation.logits_processors import LogitsProcessor
-from staticllm.pipelines.profiling.stats import Stats
-from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace
+
+from ...kvcache.sequence import AdapterScales
+from ...kvcache.snapshot import Identity
+from ..generation.logits_processors import LogitsProcessor
+from ..profiling.stats import Stats
+from ..profiling.trace import MAX_RECORDS, Trace
+from .request import EngineRequest, OutputQueue
 
 UserProcessors: TypeAlias = Sequence[Sequence[LogitsProcessor]]
 """The logits processors that a user made, per answer of a request; empty without any."""

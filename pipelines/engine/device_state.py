@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from staticllm.core import Clock
-from staticllm.pipelines.engine.batch import BatchBuilder, Quarantine
-from staticllm.pipelines.engine.kv_manager import KVCacheManager, make_kv_manager
-from staticllm.pipelines.engine.options import EngineOptions
-from staticllm.pipelines.engine.speculation.draft_planner import DraftPlanner
-from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.scheduling.request_table import RequestTable
+
+from ..programs.model_runner import ModelRunner
+from ..scheduling.request_table import RequestTable
+from .batch import BatchBuilder, Quarantine
+from .kv_manager import KVCacheManager, make_kv_manager
+from .options import EngineOptions
+from .speculation.draft_planner import DraftPlanner
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,16 @@ class DeviceState:
     quarantine: Quarantine
     draft_planner: DraftPlanner
     batches: BatchBuilder
+
+    @property
+    def is_offloading(self) -> bool:
+        """Whether cached slots are on their way to the host pool; a step moves them even without requests."""
+        return self.kv_manager.prefix.is_offloading
+
+    @property
+    def has_unknown_costs(self) -> bool:
+        """Whether some variant's cost is not measured and should be."""
+        return self.options.measure_costs and not self.runner.probe.is_done
 
     def replaced(self, runner: ModelRunner, options: EngineOptions, clock: Clock) -> DeviceState:
         """Return the state of another runner; it takes over the draft model, and idle sequences without their slots."""

@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from staticllm.pipelines.engine.batch import Batch
-from staticllm.pipelines.engine.jobs import Asked
-from staticllm.pipelines.engine.sequence import ActiveRequest
-from staticllm.pipelines.scheduling.request_table import Limits
+from ..scheduling.request_table import Limits
+from .batch import Batch
+from .jobs import Asked
+from .sequence import ActiveRequest
 
 
 @dataclass(frozen=True)

@@ -15,28 +15,29 @@ from typing import Any, NoReturn, TypeVar
 
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import BusyError, as_ours, pipeline_closed
-from staticllm.kvcache.sequence import AdapterScales, Conditions
-from staticllm.pipelines.costs.probe import Rests
-from staticllm.pipelines.engine.beams import BeamRequest
-from staticllm.pipelines.engine.client import SnapshotTarget, UserProcessors
-from staticllm.pipelines.engine.client_sequences.sequence import ClientSequence, Feed, begin_feeds
-from staticllm.pipelines.engine.device_use import SoleUse
-from staticllm.pipelines.engine.engine_core import EngineCore
-from staticllm.pipelines.engine.jobs import JobSource
-from staticllm.pipelines.engine.kv_manager import KVCacheManager
-from staticllm.pipelines.engine.kv_snapshot import load_snapshot, save_snapshot
-from staticllm.pipelines.engine.options import EngineOptions, Switch
-from staticllm.pipelines.engine.request import Decode, EngineRequest, EngineText, OutputQueue
-from staticllm.pipelines.engine.speculation.draft_model import DraftModel
-from staticllm.pipelines.engine.state import PreparedGrammar, RequestState, prepare_grammar, progress_of
-from staticllm.pipelines.generation.beam_search import BeamRules
-from staticllm.pipelines.profiling.call_watch import CallWatch
-from staticllm.pipelines.profiling.records import EngineProgress
-from staticllm.pipelines.profiling.stats import Profiler, Stats
-from staticllm.pipelines.profiling.trace import MAX_RECORDS, Trace, recording
-from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.system.threads import LazyThread, check_may_wait, check_process, owned_device, run_uninterrupted
+
+from ...kvcache.sequence import AdapterScales, Conditions
+from ..costs.probe import Rests
+from ..generation.beam_search import BeamRules
+from ..profiling.call_watch import CallWatch
+from ..profiling.records import EngineProgress
+from ..profiling.stats import Profiler, Stats
+from ..profiling.trace import MAX_RECORDS, Trace, recording
+from ..programs.model_runner import ModelRunner
+from ..scheduling.interface import Policy
+from .beams import BeamRequest
+from .client import SnapshotTarget, UserProcessors
+from .client_sequences.sequence import ClientSequence, Feed, begin_feeds
+from .device_use import SoleUse
+from .engine_core import EngineCore
+from .jobs import JobSource
+from .kv_manager import KVCacheManager
+from .kv_snapshot import load_snapshot, save_snapshot
+from .options import EngineOptions, Switch
+from .request import Decode, EngineRequest, EngineText, OutputQueue
+from .speculation.draft_model import DraftModel
+from .state import PreparedGrammar, RequestState, prepare_grammar, progress_of
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -162,7 +163,7 @@ class Engine:
             ClosedError: the engine was closed, or belongs to another process.
         """
         self.check_process()
-        vocab_size = self._core.vocab_size
+        vocab_size = self._core.serving.vocab_size
         grammar = prepare_grammar(request, vocab_size, self._text.grammars if self._text else None)
         decode = self._text.decode if self._text else None
         state = new_state(request, vocab_size, queue, processors, grammar, decode, self._core.clock)
@@ -500,10 +501,10 @@ class Engine:
         """Wait until there is something to do, and return it: a step, or after a rest a measurement. None at the end."""
         core = self._core
         with self._lock:
-            if self._is_needed or core.is_offloading:
+            if self._is_needed or core.device.is_offloading:
                 if core.wait_until is not None and not (self._has_news or self._is_closing):
                     self._wake.wait(max(0.0, core.wait_until - core.clock()))
-            elif not (self._has_rested and core.has_unknown_costs):
+            elif not (self._has_rested and core.device.has_unknown_costs):
                 self._has_rested = self._wait_through_rest()
             self._has_rested = self._has_rested and not self._is_needed
             if self._is_closing and not (self._is_draining and not self.is_idle):
@@ -512,7 +513,7 @@ class Engine:
 
     def _wait_through_rest(self) -> bool:
         """Wait for news, and return whether none came in the time of a rest. The caller holds the lock."""
-        if not self._core.has_unknown_costs:
+        if not self._core.device.has_unknown_costs:
             self._wake.wait()
             return False
         self._rests.begin()
@@ -546,7 +547,7 @@ class Engine:
             if self._next and not self._core.requests:
                 switch = self._next
                 self._next = None
-                self._core.install(switch.runner, switch.options)
+                self._core.serving.install(switch.runner, switch.options)
                 switch.on_switch()
             is_switching = self._next is not None
             while self._inbox and not self._next:

@@ -8,13 +8,14 @@ from collections.abc import Callable
 
 from staticllm.core import Clock
 from staticllm.errors import pipeline_closed
-from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.engine.jobs import JobHost, JobSource, job_priority, new_source_id
-from staticllm.pipelines.engine.options import EngineOptions
-from staticllm.pipelines.engine.request import EngineText
-from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.scheduling.interface import JobView, Policy, View
 from staticllm.system.threads import run_uninterrupted
+
+from ..programs.model_runner import ModelRunner
+from ..scheduling.interface import JobView, Policy, View
+from .engine import Engine
+from .jobs import JobHost, JobSource, job_priority, new_source_id
+from .options import EngineOptions
+from .request import EngineText
 
 
 class HostedEngine(Engine):
@@ -65,7 +66,9 @@ class HostedEngine(Engine):
     @property
     def has_jobs(self) -> bool:
         """Whether there is something to do on the host's thread; found without a lock."""
-        return bool(self._has_news or self.num_requests or self._callbacks or self._next or self._core.is_offloading)
+        return bool(
+            self._has_news or self.num_requests or self._callbacks or self._next or self._core.device.is_offloading
+        )
 
     @property
     def wait_seconds(self) -> float:
@@ -89,7 +92,7 @@ class HostedEngine(Engine):
             self._callbacks.run()
             self._core.end_expired()
             if self._core.requests:
-                return self._job_of(self._core.view())
+                return self._job_of(self._core.serving.view())
             self._core.step()  # without a call: it hands out what is left, and moves cached slots
         return None
 

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-from staticllm.pipelines.engine.batch import Batch
-from staticllm.pipelines.programs.in_flight import Between, CallInFlight
-from staticllm.pipelines.scheduling.interface import CallView, RequestStatus, RequestView, View
-
-if TYPE_CHECKING:
-    from staticllm.pipelines.engine.engine_core import EngineCore
+from ..programs.in_flight import Between, CallInFlight
+from ..scheduling.interface import CallView, RequestStatus, RequestView, View
+from .batch import Batch
+from .serving import Serving
 
 
 class AbandonedCallError(Exception):
@@ -25,18 +22,18 @@ class InsertedSteps:
     ``has_failed``: whether a step has raised, which only a bug can do. Runs on the engine's thread.
     """
 
-    def __init__(self, core: EngineCore) -> None:
-        self._core: EngineCore = weakref.proxy(core)  # a cycle would keep a dropped engine until the collector runs
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
         self._seconds: dict[int, float] = {}  # device time of the ended calls of prompts that have begun
         self.has_failed = False
 
-    def between(self, batch: Batch) -> Between | None:
-        """Return what is to be called between two blocks of a batch; None if nothing may run there.
+    def between(self, batch: Batch, run: Callable[[Batch], None]) -> Between | None:
+        """Return what is to be called between two blocks of a batch, and calls ``run``; None if nothing may run there.
 
         Only prompts make way: a decode step would wait for another one as long as it takes itself.
         """
         self.has_failed = False
-        return partial(self._run_due, batch) if batch.has_prompts and not batch.checks else None
+        return partial(self._run_due, batch, run) if batch.has_prompts and not batch.checks else None
 
     def count(self, batch: Batch, seconds: float) -> None:
         """Add the ``seconds`` that a batch took to the times of those of its prompts that go on."""
@@ -44,12 +41,12 @@ class InsertedSteps:
         prompts = [entry for entry in batch.entries if entry.is_prefill]
         rest = [each.state for each in prompts if len(each.segment.sequence) < len(each.state.tokens)]
         self._seconds |= {state.id: before[state.id] + seconds for state in rest}
-        if len(self._seconds) > len(self._core.device.table):  # some were ended meanwhile
+        if len(self._seconds) > len(self._serving.device.table):  # some were ended meanwhile
             self._seconds = {
-                id: known for id, known in self._seconds.items() if id in self._core.device.kv_manager.states
+                id: known for id, known in self._seconds.items() if id in self._serving.device.kv_manager.states
             }
 
-    def _run_due(self, batch: Batch, flight: CallInFlight) -> None:
+    def _run_due(self, batch: Batch, run: Callable[[Batch], None], flight: CallInFlight) -> None:
         """Run the decode step that the policy wants now, if it wants one. Called between two blocks of ``batch``.
 
         Raises:
@@ -57,7 +54,7 @@ class InsertedSteps:
         """
         self.has_failed = True
         if (inserted := self._due(batch, flight)) is not None:
-            self._core.run_inserted(inserted)
+            run(inserted)
             if any(entry.state.kv.sequence is not entry.segment.sequence for entry in batch.entries):
                 self.has_failed = False
                 raise AbandonedCallError
@@ -65,10 +62,10 @@ class InsertedSteps:
 
     def _due(self, batch: Batch, flight: CallInFlight) -> Batch | None:
         """Return the step that runs now; None for none."""
-        now = self._core.clock()
-        runner = self._core.device.runner
+        now = self._serving.clock()
+        runner = self._serving.device.runner
         steps = runner.insertable()
-        if not steps or self._core.device.quarantine.has_suspects:
+        if not steps or self._serving.device.quarantine.has_suspects:
             return None
         is_proactive = all(entry.state.info.is_proactive for entry in batch.entries if entry.is_prefill)
         running = self._first_class(self._running(batch, now), is_proactive)
@@ -81,15 +78,15 @@ class InsertedSteps:
             flight.variant, runner.costs(flight.variant), flight.num_blocks, flight.num_done, flight.num_inserted, steps,
             prompt.started or now, self._seconds.get(prompt.id, 0.0) + flight.seconds, is_proactive,
         )  # fmt: skip
-        plan = self._core.planner.between_blocks(self._view(batch, running), call)
-        return None if plan is None else self._core.device.batches.inserted(plan)
+        plan = self._serving.planner.between_blocks(self._view(batch, running), call)
+        return None if plan is None else self._serving.device.batches.inserted(plan)
 
     def _running(self, batch: Batch, now: float) -> set[int]:
         """Return the running requests outside the batch that can decode now: they neither end nor move their slots."""
         inside = {entry.state.id for entry in batch.entries}
-        states = self._core.device.kv_manager.states
-        limit = self._core.device.options.max_seq_len
-        ids = [id for id in self._core.device.table.ids(RequestStatus.RUNNING) if id not in inside]
+        states = self._serving.device.kv_manager.states
+        limit = self._serving.device.options.max_seq_len
+        ids = [id for id in self._serving.device.table.ids(RequestStatus.RUNNING) if id not in inside]
         return {
             id
             for id in ids
@@ -100,14 +97,14 @@ class InsertedSteps:
 
     def _first_class(self, running: set[int], is_proactive: bool) -> set[int]:
         """Return those of the running requests that may decode: no proactive one before reactive prompts or requests."""
-        states = self._core.device.kv_manager.states
+        states = self._serving.device.kv_manager.states
         reactive = {id for id in running if not states[id].info.is_proactive}
         return reactive if reactive or not is_proactive else running
 
     def _view(self, batch: Batch, running: set[int]) -> View:
         """Return the view without the requests of the batch, in which only the requests in ``running`` run."""
         inside = {entry.state.id for entry in batch.entries}
-        view = self._core.view()
+        view = self._serving.view()
 
         def outside(requests: tuple[RequestView, ...]) -> tuple[RequestView, ...]:
             return tuple(request for request in requests if request.id not in inside)
@@ -118,7 +115,7 @@ class InsertedSteps:
             prefilling=outside(view.prefilling),
             running=tuple(request for request in view.running if request.id in running),
             swapped=outside(view.swapped),
-            free_slots=self._core.device.runner.insertable_slots,
+            free_slots=self._serving.device.runner.insertable_slots,
             jobs=(),
             idle=(),
         )

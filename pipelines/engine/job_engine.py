@@ -6,9 +6,10 @@ import os
 import threading
 
 from staticllm.errors import pipeline_closed
-from staticllm.pipelines.engine.jobs import JobSource, JobSources
-from staticllm.pipelines.scheduling.job_scheduler import UrgentFirst
 from staticllm.system.threads import LazyThread, check_process, owned_device
+
+from ..scheduling.job_scheduler import UrgentFirst
+from .jobs import JobSource, JobSources
 
 
 class JobEngine:

@@ -10,7 +10,8 @@ from itertools import count
 from typing import NamedTuple, Protocol, cast
 
 from staticllm.errors import ClosedError, ConfigError
-from staticllm.pipelines.scheduling.interface import JobView
+
+from ..scheduling.interface import JobView
 
 _source_ids = count(1)
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from staticllm.core import Clock
-from staticllm.kvcache.cache import KVCache
-from staticllm.kvcache.host_pool import HostPool
-from staticllm.kvcache.prefix import PrefixCache
-from staticllm.kvcache.rotation import KeyRotations
-from staticllm.kvcache.sequence import Conditions, KVSequence, common_prefix
-from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.costs.model import averaged
-from staticllm.pipelines.engine.client_sequences.state import ClientState, State
-from staticllm.pipelines.engine.options import EngineOptions
-from staticllm.pipelines.engine.overflow import SINKS, shorten
-from staticllm.pipelines.engine.sequence import SequenceState
-from staticllm.pipelines.scheduling.interface import IdleView, RequestStatus
-from staticllm.pipelines.scheduling.request_table import RequestTable
+
+from ...kvcache.cache import KVCache
+from ...kvcache.host_pool import HostPool
+from ...kvcache.prefix import PrefixCache
+from ...kvcache.rotation import KeyRotations
+from ...kvcache.sequence import Conditions, KVSequence, common_prefix
+from ...kvcache.stored import StoredSequence
+from ..costs.model import averaged
+from ..scheduling.interface import IdleView, RequestStatus
+from ..scheduling.request_table import RequestTable
+from .client_sequences.state import ClientState, State
+from .options import EngineOptions
+from .overflow import SINKS, shorten
+from .sequence import SequenceState
 
 SWAP_WEIGHT = 0.1
 """Weight of a slower copy in ``KVCacheManager.swap_seconds``."""

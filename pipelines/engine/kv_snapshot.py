@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from staticllm.errors import SnapshotError
-from staticllm.kvcache.sequence import Conditions
-from staticllm.kvcache.snapshot import load, save
-from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.engine.client import SnapshotTarget
-from staticllm.pipelines.engine.kv_manager import KVCacheManager
-from staticllm.pipelines.programs.model_runner import ModelRunner
+
+from ...kvcache.sequence import Conditions
+from ...kvcache.snapshot import load, save
+from ...kvcache.stored import StoredSequence
+from ..programs.model_runner import ModelRunner
+from .client import SnapshotTarget
+from .kv_manager import KVCacheManager
 
 Result = TypeVar("Result")
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ModelShape, ProgramMode
-from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.scheduling.interface import OWN_BOUND, TokenBound
-from staticllm.pipelines.scheduling.request_table import Limits
+
+from ..programs.model_runner import ModelRunner
+from ..scheduling.interface import OWN_BOUND, TokenBound
+from ..scheduling.request_table import Limits
 
 
 @dataclass(frozen=True)

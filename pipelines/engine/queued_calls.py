@@ -11,12 +11,13 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from staticllm.errors import ClosedError, as_ours, pipeline_closed
-from staticllm.pipelines.engine.jobs import Asked, new_source_id, request_priority
-from staticllm.pipelines.scheduling.interface import JobView
 from staticllm.system.threads import InterruptibleFuture, run_uninterrupted
 
+from ..scheduling.interface import JobView
+from .jobs import Asked, new_source_id, request_priority
+
 if TYPE_CHECKING:
-    from staticllm.pipelines.engine.engine import Engine
+    from .engine import Engine
 
 Result = TypeVar("Result")
 Meanwhile: TypeAlias = Callable[[], None] | None

@@ -13,15 +13,16 @@ from typing import Any, TypeAlias
 
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError, from_wire, shown, to_wire
-from staticllm.kvcache.sequence import Conditions
-from staticllm.pipelines.engine.overflow import OverflowRule
-from staticllm.pipelines.generation.beam_search import BeamParams
-from staticllm.pipelines.generation.drafts import DraftParams
-from staticllm.pipelines.generation.options.table import SamplingParams
-from staticllm.pipelines.generation.speech_rules import SpeechRules
-from staticllm.pipelines.grammars.compiler import GrammarCompiler
-from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.system.typed import typed
+
+from ...kvcache.sequence import Conditions
+from ..generation.beam_search import BeamParams
+from ..generation.drafts import DraftParams
+from ..generation.options.table import SamplingParams
+from ..generation.speech_rules import SpeechRules
+from ..grammars.compiler import GrammarCompiler
+from ..grammars.grammar import Grammar
+from .overflow import OverflowRule
 
 Decode: TypeAlias = Callable[[list[int]], str]
 """Makes text of token ids."""

@@ -6,17 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import TYPE_CHECKING
 
 from staticllm.core import Clock, FinishReason
-from staticllm.kvcache.sequence import PLAIN, Conditions, KVSequence
-from staticllm.pipelines.engine.overflow import OverflowRule
-from staticllm.pipelines.profiling.records import RequestProgress, RequestRecord
-from staticllm.pipelines.programs.model_runner import SegmentResult
-from staticllm.pipelines.scheduling.request_table import RequestInfo
 
-if TYPE_CHECKING:
-    from staticllm.pipelines.engine.state import AnswerState
+from ...kvcache.sequence import PLAIN, Conditions, KVSequence
+from ..profiling.records import RequestProgress, RequestRecord
+from ..programs.model_runner import SegmentResult
+from ..scheduling.request_table import RequestInfo
+from .overflow import OverflowRule
 
 
 class Outcome(Enum):
@@ -93,11 +90,6 @@ class SequenceState(ABC):
         self.cancel_reason: FinishReason | None = None
         self.started: float | None = None
         self.token_times: list[float] = []
-
-    @property
-    def answer(self) -> AnswerState | None:
-        """The sequence as an answer, whose tokens the engine chooses; None if a client or a beam search chooses them."""
-        return None
 
     @property
     def num_generated(self) -> int:
@@ -181,10 +173,6 @@ class ActiveRequest(ABC):
     @abstractmethod
     def progress(self) -> Sequence[RequestProgress]:
         """Return how far its answers are; nothing for a feed."""
-
-    def fork(self) -> Sequence[AnswerState]:
-        """Create the other answers to a prompt that has run, and return them; called once."""
-        return ()
 
     @abstractmethod
     def set_priority(self, priority: int) -> None:

@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import ClosedError, NumericalError
-from staticllm.pipelines.engine.jobs import job_priority
-from staticllm.pipelines.engine.queued_calls import Meanwhile, QueuedCalls
-from staticllm.pipelines.programs.source_runner import AlignmentRunner, SourceRunner
+
+from ..programs.source_runner import AlignmentRunner, SourceRunner
+from .jobs import job_priority
+from .queued_calls import Meanwhile, QueuedCalls
 
 if TYPE_CHECKING:
-    from staticllm.kvcache.cross_bank import CrossBank
-    from staticllm.pipelines.engine.engine import Engine
+    from ...kvcache.cross_bank import CrossBank
+    from .engine import Engine
 
 
 class SourceJobs(QueuedCalls):

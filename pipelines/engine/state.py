@@ -7,27 +7,24 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.random  # which numpy would import with the first request, when files may be scarce
 
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.engine.request import CompileTimes, EngineRequest, Finished, OutputQueue, TokenOutput, new_id
-from staticllm.pipelines.engine.sequence import ActiveRequest, Outcome, SequenceState
-from staticllm.pipelines.generation.drafts import AnswerDrafts, Draft, DraftParams
-from staticllm.pipelines.generation.filters import Logits
-from staticllm.pipelines.generation.logits_processors import LogitsProcessor, processors_for
-from staticllm.pipelines.generation.sampler import Choice, Sampler
-from staticllm.pipelines.grammars.compiler import GrammarCompiler
-from staticllm.pipelines.grammars.mask import ForcedTokens, GrammarMask
-from staticllm.pipelines.profiling.records import EngineProgress, RequestProgress, RequestRecord
-from staticllm.pipelines.programs.model_runner import ModelRunner, SegmentResult
-from staticllm.pipelines.scheduling.request_table import RequestInfo
 
-if TYPE_CHECKING:
-    from staticllm.pipelines.engine.engine_core import EngineCore
+from ..generation.drafts import AnswerDrafts, Draft, DraftParams
+from ..generation.filters import Logits
+from ..generation.logits_processors import LogitsProcessor, processors_for
+from ..generation.sampler import Choice, Sampler
+from ..grammars.compiler import GrammarCompiler
+from ..grammars.mask import ForcedTokens, GrammarMask
+from ..profiling.records import EngineProgress, RequestProgress, RequestRecord
+from ..programs.model_runner import ModelRunner, SegmentResult
+from ..scheduling.request_table import RequestInfo
+from .request import CompileTimes, EngineRequest, Finished, OutputQueue, TokenOutput, new_id
+from .sequence import ActiveRequest, Outcome, SequenceState
 
 
 @dataclass
@@ -75,11 +72,6 @@ class AnswerState(SequenceState):
         rng = np.random.default_rng(request.seed + index)
         masks = () if grammar_mask is None else (grammar_mask,)  # the last ones: no other allows what they forbid
         self._sampler = Sampler(request.sampling, [*processors, *more_processors, *masks], rng)
-
-    @property
-    def answer(self) -> AnswerState:
-        """The sequence itself."""
-        return self
 
     @property
     def can_bypass_arena(self) -> bool:
@@ -236,10 +228,6 @@ class RequestState(ActiveRequest):
     def progress(self) -> list[RequestProgress]:
         """Return how far the answers are that have not ended."""
         return [state.progress() for state in self.unfinished]
-
-    def admit(self, core: EngineCore) -> None:
-        """Begin in a core."""
-        core.device.kv_manager.add(self.sequences[0])
 
     def fork(self) -> list[AnswerState]:
         """Create the other answers and return them; called once, when the prompt of the first one has run."""

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.core import FinishReason
-from staticllm.pipelines.generation.filters import Logits, largest
-from staticllm.pipelines.generation.logits_processors import LogitsProcessor
+
+from .filters import Logits, largest
+from .logits_processors import LogitsProcessor
 
 StopCriteria = Literal["early", "heuristic", "never"]
 """When a group with enough finished hypotheses ends: at once; when its best beam cannot beat the worst of them at its present

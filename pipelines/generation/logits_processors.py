@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import GenerationConfigError, last_line
-from staticllm.pipelines.generation.filters import IntArray, Logits
-from staticllm.pipelines.generation.options.table import SamplingParams
+
+from .filters import IntArray, Logits
+from .options.table import SamplingParams
 
 MAX_EXPONENT = 88.0
 """The largest natural logarithm of a DRY penalty without its multiplier, so that float32 can hold it (as in llamacpp)."""

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.generation.filters import (
+
+from ..grammars.mask import MAX_REFUSED
+from .filters import (
     Logits,
     draw,
     largest,
@@ -18,9 +20,8 @@ from staticllm.pipelines.generation.filters import (
     weights_of,
     without_top_choices,
 )
-from staticllm.pipelines.generation.logits_processors import LogitsProcessor, Preparable, Refusing
-from staticllm.pipelines.generation.options.table import SamplingParams
-from staticllm.pipelines.grammars.mask import MAX_REFUSED
+from .logits_processors import LogitsProcessor, Preparable, Refusing
+from .options.table import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from staticllm.pipelines.generation.filters import Logits
-from staticllm.pipelines.generation.logits_processors import BadWords, LogitsProcessor, MinNewTokens
+from .filters import Logits
+from .logits_processors import BadWords, LogitsProcessor, MinNewTokens
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from staticllm.errors import GenerationConfigError, StaticLLMError, last_line
-from staticllm.pipelines.grammars.endings import GrammarEndings, TokenCosts
-from staticllm.pipelines.grammars.fewest_tokens import TokenBounds
-from staticllm.pipelines.grammars.grammar import Grammar, lead_of
-from staticllm.pipelines.grammars.matcher import AnswerMatcher, LeadMatcher, Matcher, error_ahead
-from staticllm.pipelines.grammars.reasons import reason_of
-from staticllm.pipelines.grammars.translation import lark_of, tree_of
-from staticllm.pipelines.grammars.vocabulary import Vocabulary
+
+from .endings import GrammarEndings, TokenCosts
+from .fewest_tokens import TokenBounds
+from .grammar import Grammar, lead_of
+from .matcher import AnswerMatcher, LeadMatcher, Matcher, error_ahead
+from .reasons import reason_of
+from .translation import lark_of, tree_of
+from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

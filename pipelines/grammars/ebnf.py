@@ -6,7 +6,8 @@ import re
 from typing import NoReturn
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.grammars.nodes import (
+
+from .nodes import (
     FixedText,
     Node,
     Pattern,

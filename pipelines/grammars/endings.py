@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from staticllm.pipelines.grammars.grammar import Grammar
-from staticllm.pipelines.grammars.short_texts import STYLES, ShortTexts, Symbols
-from staticllm.pipelines.grammars.translation import has_free_text, lark_of, tree_of
-from staticllm.pipelines.grammars.vocabulary import Vocabulary
+from .grammar import Grammar
+from .short_texts import STYLES, ShortTexts, Symbols
+from .translation import has_free_text, lark_of, tree_of
+from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

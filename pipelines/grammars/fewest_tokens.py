@@ -16,8 +16,8 @@ try:  # Python 3.11 and later
 except ImportError:
     import sre_parse as regex_parser
 
-from staticllm.pipelines.grammars.grammar import Grammar
-from staticllm.pipelines.grammars.nodes import (
+from .grammar import Grammar
+from .nodes import (
     Alternatives,
     FixedText,
     Node,
@@ -28,9 +28,9 @@ from staticllm.pipelines.grammars.nodes import (
     Shortest,
     Token,
 )
-from staticllm.pipelines.grammars.schema_facts import InexpressibleError, SchemaFacts
-from staticllm.pipelines.grammars.translation import choices_of, tree_of
-from staticllm.pipelines.grammars.vocabulary import Vocabulary
+from .schema_facts import InexpressibleError, SchemaFacts
+from .translation import choices_of, tree_of
+from .vocabulary import Vocabulary
 
 MAX_BYTES = 1 << 16
 """Most bytes of a fixed text that count; longer ones do not fit into an answer."""

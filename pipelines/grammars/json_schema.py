@@ -10,7 +10,8 @@ from itertools import combinations, product
 from typing import Any
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.grammars.schema_facts import (
+
+from .schema_facts import (
     MAPS,
     AnySchema,
     Atoms,

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.grammars.compiler import MaskTimes
-from staticllm.pipelines.grammars.matcher import AnswerMatcher
+
+from .compiler import MaskTimes
+from .matcher import AnswerMatcher
 
 Draft = TypeVar("Draft")
 

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.grammars.endings import AnswerEnding, GrammarEndings
+
+from .endings import AnswerEnding, GrammarEndings
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from staticllm.errors import GenerationConfigError, shown
-from staticllm.pipelines.grammars.json_schema import prepared
-from staticllm.pipelines.grammars.nodes import (
+
+from .json_schema import prepared
+from .nodes import (
     AllOf,
     FixedText,
     Node,
@@ -24,8 +25,8 @@ from staticllm.pipelines.grammars.nodes import (
     escaped,
     one_of,
 )
-from staticllm.pipelines.grammars.regex import rust_regex, search_regex
-from staticllm.pipelines.grammars.schema_facts import (
+from .regex import rust_regex, search_regex
+from .schema_facts import (
     AnySchema,
     InexpressibleError,
     SchemaFacts,

@@ -6,13 +6,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from staticllm.pipelines.grammars.grammar import Grammar
-from staticllm.pipelines.grammars.json_schema import OVERLAPPING
-from staticllm.pipelines.grammars.matcher import first_line
-from staticllm.pipelines.grammars.nodes import Alternatives, Node, Reference, Repeat, Rules, Schema
-from staticllm.pipelines.grammars.regex import python_reason, with_place
-from staticllm.pipelines.grammars.schema_facts import LITERAL, MAPS
-from staticllm.pipelines.grammars.translation import SyntaxTree
+from .grammar import Grammar
+from .json_schema import OVERLAPPING
+from .matcher import first_line
+from .nodes import Alternatives, Node, Reference, Repeat, Rules, Schema
+from .regex import python_reason, with_place
+from .schema_facts import LITERAL, MAPS
+from .translation import SyntaxTree
 
 NOTHING = "NoExtensionBias"
 """What llguidance says of a grammar without a single text."""

@@ -10,7 +10,8 @@ from typing import Any
 import openvino_genai as genai
 
 from staticllm.errors import GenerationConfigError, shown
-from staticllm.pipelines.grammars.grammar import Grammar
+
+from .grammar import Grammar
 
 CONFIG = "structured_output_config"
 Config = genai.StructuredOutputConfig

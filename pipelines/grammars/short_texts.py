@@ -21,7 +21,7 @@ except ImportError:
     import sre_constants as regex_constants
     import sre_parse as regex_parser
 
-from staticllm.pipelines.grammars.nodes import (
+from .nodes import (
     AllOf,
     Alternatives,
     FixedText,
@@ -34,9 +34,9 @@ from staticllm.pipelines.grammars.nodes import (
     Token,
     walk,
 )
-from staticllm.pipelines.grammars.nodes import Sequence as InOrder
-from staticllm.pipelines.grammars.schema_facts import InexpressibleError, SchemaFacts
-from staticllm.pipelines.grammars.translation import SyntaxTree
+from .nodes import Sequence as InOrder
+from .schema_facts import InexpressibleError, SchemaFacts
+from .translation import SyntaxTree
 
 Symbols = tuple[int, ...]
 """A text: its bytes, and special tokens as the numbers that the syntax tree has for them, which are 256 and more."""

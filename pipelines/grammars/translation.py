@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.grammars.ebnf import ROOT, parse_ebnf
-from staticllm.pipelines.grammars.grammar import Grammar
-from staticllm.pipelines.grammars.json_schema import json_value, prepared, read_schema
-from staticllm.pipelines.grammars.nodes import (
+
+from .ebnf import ROOT, parse_ebnf
+from .grammar import Grammar
+from .json_schema import json_value, prepared, read_schema
+from .nodes import (
     Alternatives,
     FixedText,
     LarkWriter,
@@ -31,8 +32,8 @@ from staticllm.pipelines.grammars.nodes import (
     Shortest,
     one_of,
 )
-from staticllm.pipelines.grammars.parameters import plain_text, xml_parameters
-from staticllm.pipelines.grammars.regex import rust_regex
+from .parameters import plain_text, xml_parameters
+from .regex import rust_regex
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,12 @@ from staticllm.errors import (
     shown,
 )
 from staticllm.model_dir import check_model_dir, keep_in_memory
-from staticllm.pipelines.generation.options.resolve import FileOptions, unreadable_field, values_of
-from staticllm.pipelines.launch.genai_properties import from_genai, plain_properties
 from staticllm.properties import DEVICE_PROPERTIES, ResolvedConfig, resolve, with_own
 from staticllm.system.files import read_regular
 from staticllm.system.signal_stack import kept_signal_stack
+
+from ..generation.options.resolve import FileOptions, unreadable_field, values_of
+from .genai_properties import from_genai, plain_properties
 
 Config: TypeAlias = Mapping[str, object] | StaticLLMConfig | None
 """The ``config`` of a constructor: properties by name, or the resolved config."""

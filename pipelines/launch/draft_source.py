@@ -17,9 +17,10 @@ import openvino_genai as genai
 from staticllm.core import OnProgress
 from staticllm.errors import ConfigError, shown
 from staticllm.model_dir import check_model_dir, path_of
-from staticllm.pipelines.engine.speculation.draft_model import DraftModel
-from staticllm.pipelines.launch.arguments import Given, read_tokenizer, resolve_candidates
-from staticllm.pipelines.launch.engine import Launched, load_first
+
+from ..engine.speculation.draft_model import DraftModel
+from .arguments import Given, read_tokenizer, resolve_candidates
+from .engine import Launched, load_first
 
 TOKENIZER_XML = "openvino_tokenizer.xml"
 NAME = "draft_model"

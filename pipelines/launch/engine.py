@@ -16,21 +16,22 @@ from staticllm.core import ModelShape, OnProgress, ProgressEvent, Variant
 from staticllm.devices import kind
 from staticllm.errors import ClosedError, DeviceError
 from staticllm.model_dir import DECODER_POSITIONS, max_positions
-from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.engine.hosted_engine import HostedEngine
-from staticllm.pipelines.engine.jobs import JobHost
-from staticllm.pipelines.engine.options import EngineOptions, options_of
-from staticllm.pipelines.engine.request import EngineText
-from staticllm.pipelines.launch.arguments import Candidate
-from staticllm.pipelines.loading.background import BackgroundLoader, BackgroundWork, DeferredPrograms
-from staticllm.pipelines.loading.decoder_kind import LoadedDecoder
-from staticllm.pipelines.loading.load import load
-from staticllm.pipelines.programs.bind import BoundPrograms
-from staticllm.pipelines.programs.chain import AnyProgram
-from staticllm.pipelines.programs.compile import DecoderPrograms
-from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
-from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.scheduling.interface import OWN_BOUND, Policy, TokenBound
+
+from ..engine.engine import Engine
+from ..engine.hosted_engine import HostedEngine
+from ..engine.jobs import JobHost
+from ..engine.options import EngineOptions, options_of
+from ..engine.request import EngineText
+from ..loading.background import BackgroundLoader, BackgroundWork, DeferredPrograms
+from ..loading.decoder_kind import LoadedDecoder
+from ..loading.load import load
+from ..programs.bind import BoundPrograms
+from ..programs.chain import AnyProgram
+from ..programs.compile import DecoderPrograms
+from ..programs.dry_run import random_feeds, run_apart
+from ..programs.model_runner import ModelRunner
+from ..scheduling.interface import OWN_BOUND, Policy, TokenBound
+from .arguments import Candidate
 
 DeferredDecoder: TypeAlias = DeferredPrograms[Variant, ModelShape]
 ReadText: TypeAlias = Callable[[], EngineText | None]

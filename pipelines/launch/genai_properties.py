@@ -12,8 +12,9 @@ import openvino_genai as genai
 
 from staticllm.config import MAX_SEQS, switch
 from staticllm.errors import ConfigError, shown
-from staticllm.pipelines.generation.genai_adapters import adapter_set_of
 from staticllm.properties import as_number
+
+from ..generation.genai_adapters import adapter_set_of
 
 BLOCK_SLOTS = 32
 """Tokens per KV block in GenAI on the CPU."""

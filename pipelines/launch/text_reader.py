@@ -11,20 +11,21 @@ import openvino_genai as genai
 
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.model_dir import joins_tokens
-from staticllm.pipelines.engine.request import EngineText
-from staticllm.pipelines.generation.options.resolve import FileOptions
-from staticllm.pipelines.grammars.compiler import GrammarCompiler
-from staticllm.pipelines.grammars.vocabulary import read_vocabulary
-from staticllm.pipelines.launch.arguments import (
+from staticllm.system.long_calls import LOOK_SECONDS, attended, checkpoint, told, unless
+from staticllm.system.threads import LazyThread
+
+from ..engine.request import EngineText
+from ..generation.options.resolve import FileOptions
+from ..grammars.compiler import GrammarCompiler
+from ..grammars.vocabulary import read_vocabulary
+from ..text.tokenizer_tools import TokenizerTools
+from .arguments import (
     Given,
     ReadConfig,
     read_generation_config,
     read_tokenizer,
     read_tool_template,
 )
-from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
-from staticllm.system.long_calls import LOOK_SECONDS, attended, checkpoint, told, unless
-from staticllm.system.threads import LazyThread
 
 READING = ProgressEvent("warm-up", 1, 1, 0.0)
 """What is shown while the programs are there, and the tokenizer is still read."""

@@ -11,12 +11,13 @@ from typing import ClassVar, Generic, Protocol
 
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ClosedError
-from staticllm.pipelines.costs.model import CostModel
-from staticllm.pipelines.programs.chain import AnyProgram
-from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, S, V, compile_each
 from staticllm.system.file_lock import Lease
 from staticllm.system.long_calls import unless, wait_for_left
 from staticllm.system.threads import LazyThread
+
+from ..costs.model import CostModel
+from ..programs.chain import AnyProgram
+from ..programs.compile import CompiledPrograms, CompilePlan, S, V, compile_each
 
 CLOSE_TIMEOUT = 5.0
 """How long closing waits for the thread, in seconds. It leaves long calls of native code at once, and they end alone."""

@@ -9,14 +9,15 @@ from dataclasses import dataclass
 from filelock import Timeout
 
 from staticllm.errors import ConfigError
-from staticllm.pipelines.artifacts.blob_set import failed_verification_text, read_manifest
-from staticllm.pipelines.artifacts.cache import BlobCache, key_of
-from staticllm.pipelines.artifacts.crashes import quarantine_text
-from staticllm.pipelines.artifacts.manifest import Manifest
-from staticllm.pipelines.loading.export import Exported, SetPlace
-from staticllm.pipelines.loading.kind import Job, R
-from staticllm.pipelines.programs.compile import CompiledPrograms, S, V
 from staticllm.system.file_lock import Lease
+
+from ..artifacts.blob_set import failed_verification_text, read_manifest
+from ..artifacts.cache import BlobCache, key_of
+from ..artifacts.crashes import quarantine_text
+from ..artifacts.manifest import Manifest
+from ..programs.compile import CompiledPrograms, S, V
+from .export import Exported, SetPlace
+from .kind import Job, R
 
 GB = 1_000_000_000
 

@@ -16,25 +16,25 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.adapters.adapter_set import AdapterSet
-from staticllm.compiler_passes.decoder import decoder_passes, with_adapters
-from staticllm.compiler_passes.graph.step_graph import StepGraph
-from staticllm.compiler_passes.lower import LoweredModel, lower
-from staticllm.compiler_passes.model_kind import check_kind, is_lowered_as, kind_of
-from staticllm.compiler_passes.pass_pipeline import LoweringOptions, PassPipeline
-from staticllm.compiler_passes.rewrites.fuse_adapters import fuse_adapters
 from staticllm.config import StaticLLMConfig
 from staticllm.core import KVType, ModelShape, OnProgress, Part, ProgramLayout, Variant, mode_of
 from staticllm.devices import check_device, default_kv_type, get_core, npu_platform
 from staticllm.model_dir import check_model_dir, weights_size
-from staticllm.pipelines.artifacts.blob_set import json_properties
-from staticllm.pipelines.artifacts.manifest import Manifest
-from staticllm.pipelines.loading.kind import Loaded, LoadJob, OpenedModel, ProgramKind, probes_of, properties_text
-from staticllm.pipelines.programs.autotune import ProbedProgram, ProbeTimes, calibrated, layers_speedup
-from staticllm.pipelines.programs.bind import HostMemory, allocating
-from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, CompilePlan, StartWith
-from staticllm.pipelines.programs.device_memory import device_allocator
-from staticllm.pipelines.programs.dry_run import random_feeds
-from staticllm.pipelines.programs.layout import (
+
+from ...compiler_passes.decoder import decoder_passes, with_adapters
+from ...compiler_passes.graph.step_graph import StepGraph
+from ...compiler_passes.lower import LoweredModel, lower
+from ...compiler_passes.model_kind import check_kind, is_lowered_as, kind_of
+from ...compiler_passes.pass_pipeline import LoweringOptions, PassPipeline
+from ...compiler_passes.rewrites.fuse_adapters import fuse_adapters
+from ..artifacts.blob_set import json_properties
+from ..artifacts.manifest import Manifest
+from ..programs.autotune import ProbedProgram, ProbeTimes, calibrated, layers_speedup
+from ..programs.bind import HostMemory, allocating
+from ..programs.compile import CompiledPrograms, CompileOptions, CompilePlan, StartWith
+from ..programs.device_memory import device_allocator
+from ..programs.dry_run import random_feeds
+from ..programs.layout import (
     is_worth_a_copy,
     may_have_few_rows,
     phase_properties,
@@ -43,9 +43,10 @@ from staticllm.pipelines.programs.layout import (
     with_host_slots,
     with_kv_slots,
 )
-from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.programs.variants import choose_variants, first_to_serve
-from staticllm.pipelines.programs.warm_up import make_runner
+from ..programs.model_runner import ModelRunner
+from ..programs.variants import choose_variants, first_to_serve
+from ..programs.warm_up import make_runner
+from .kind import Loaded, LoadJob, OpenedModel, ProgramKind, probes_of, properties_text
 
 logger = logging.getLogger(__name__)
 LAYOUT_FIELDS = (

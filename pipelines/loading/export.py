@@ -21,7 +21,10 @@ from numpy.typing import NDArray
 from staticllm.core import ProgramVariant, ProgressEvent
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, ConfigError
-from staticllm.pipelines.artifacts.blob_set import (
+from staticllm.system.files import refusal_of
+from staticllm.system.long_calls import attended, told
+
+from ..artifacts.blob_set import (
     MANIFEST,
     Blob,
     ImportTarget,
@@ -32,17 +35,15 @@ from staticllm.pipelines.artifacts.blob_set import (
     tensor_of,
     write_set,
 )
-from staticllm.pipelines.artifacts.fingerprint import Fingerprint
-from staticllm.pipelines.artifacts.manifest import Manifest, VariantFile, to_json
-from staticllm.pipelines.artifacts.measurements import CostsPlace
-from staticllm.pipelines.artifacts.stored_chain import ChainFiles, export_part, import_part
-from staticllm.pipelines.loading.kind import Job, LoadJob, R
-from staticllm.pipelines.programs.chain import CompiledChain
-from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, S, V, compile_all
-from staticllm.pipelines.programs.dry_run import run_apart
-from staticllm.pipelines.programs.weight_bank import WeightBank
-from staticllm.system.files import refusal_of
-from staticllm.system.long_calls import attended, told
+from ..artifacts.fingerprint import Fingerprint
+from ..artifacts.manifest import Manifest, VariantFile, to_json
+from ..artifacts.measurements import CostsPlace
+from ..artifacts.stored_chain import ChainFiles, export_part, import_part
+from ..programs.chain import CompiledChain
+from ..programs.compile import CompiledPrograms, CompilePlan, S, V, compile_all
+from ..programs.dry_run import run_apart
+from ..programs.weight_bank import WeightBank
+from .kind import Job, LoadJob, R
 
 DEFAULT_BLOB = "openvino_model.blob"
 """Name of a blob beside a model, as in NPUW."""

@@ -16,7 +16,9 @@ import openvino as ov
 from staticllm.core import KVType, OnProgress, ProgramLayout, ProgressEvent
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, StaticLLMError, last_line
-from staticllm.pipelines.artifacts.blob_set import (
+from staticllm.system.long_calls import attended, attended_each, told
+
+from ..artifacts.blob_set import (
     ImportTarget,
     check_properties,
     check_set,
@@ -24,10 +26,10 @@ from staticllm.pipelines.artifacts.blob_set import (
     read_blobs,
     remove_set,
 )
-from staticllm.pipelines.artifacts.fingerprint import Fingerprint
-from staticllm.pipelines.artifacts.manifest import Manifest, stored
-from staticllm.pipelines.artifacts.measurements import CostsPlace
-from staticllm.pipelines.artifacts.stored_chain import (
+from ..artifacts.fingerprint import Fingerprint
+from ..artifacts.manifest import Manifest, stored
+from ..artifacts.measurements import CostsPlace
+from ..artifacts.stored_chain import (
     BANK,
     WEIGHTS,
     import_part,
@@ -35,13 +37,12 @@ from staticllm.pipelines.artifacts.stored_chain import (
     read_chain,
     stems_of,
 )
-from staticllm.pipelines.loading.background import DeferredImports
-from staticllm.pipelines.loading.kind import Job, Loaded, LoadJob, Origin, R
-from staticllm.pipelines.loading.npu_target import check_requirements
-from staticllm.pipelines.programs.chain import AnyProgram, CompiledChain, CompiledPart
-from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, S, V
-from staticllm.pipelines.programs.device_memory import device_allocator
-from staticllm.system.long_calls import attended, attended_each, told
+from ..programs.chain import AnyProgram, CompiledChain, CompiledPart
+from ..programs.compile import CompiledPrograms, CompileOptions, S, V
+from ..programs.device_memory import device_allocator
+from .background import DeferredImports
+from .kind import Job, Loaded, LoadJob, Origin, R
+from .npu_target import check_requirements
 
 NUM_IMPORTS = 2
 """Blobs imported in parallel."""

@@ -24,23 +24,24 @@ from staticllm.core import OnProgress, Part, ProgressEvent
 from staticllm.devices import get_core
 from staticllm.errors import ModelError
 from staticllm.model_dir import read_model, weights_of
-from staticllm.pipelines.artifacts.blob_set import json_properties
-from staticllm.pipelines.artifacts.fingerprint import Fingerprint, fingerprint_model, machine_values, with_article
-from staticllm.pipelines.artifacts.manifest import Manifest
-from staticllm.pipelines.artifacts.measurements import KeptCosts, probes_in
-from staticllm.pipelines.costs.model import CostModel
-from staticllm.pipelines.loading.background import DeferredPrograms
-from staticllm.pipelines.loading.npu_target import NPUTarget
-from staticllm.pipelines.programs.autotune import ProbeMemory, ProbeTimes
-from staticllm.pipelines.programs.chain_compiler import ChainCompiler
-from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, CompilePlan, S, StartWith, V
-from staticllm.pipelines.programs.device_memory import device_allocator
-from staticllm.pipelines.programs.keep_small_constants import keep_small_constants
-from staticllm.pipelines.programs.layout import fixed_layout, phase_properties
 from staticllm.sources.converted import given_as
 from staticllm.system.heap import return_large_blocks
 from staticllm.system.long_calls import attended, told
 from staticllm.system.mapped_weights import MappedWeights
+
+from ..artifacts.blob_set import json_properties
+from ..artifacts.fingerprint import Fingerprint, fingerprint_model, machine_values, with_article
+from ..artifacts.manifest import Manifest
+from ..artifacts.measurements import KeptCosts, probes_in
+from ..costs.model import CostModel
+from ..programs.autotune import ProbeMemory, ProbeTimes
+from ..programs.chain_compiler import ChainCompiler
+from ..programs.compile import CompiledPrograms, CompileOptions, CompilePlan, S, StartWith, V
+from ..programs.device_memory import device_allocator
+from ..programs.keep_small_constants import keep_small_constants
+from ..programs.layout import fixed_layout, phase_properties
+from .background import DeferredPrograms
+from .npu_target import NPUTarget
 
 
 class MeasuredRunner(Protocol[V]):

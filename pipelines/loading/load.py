@@ -18,18 +18,19 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress
 from staticllm.devices import kind
 from staticllm.errors import BlobError, DeviceError, StaticLLMError, last_line
-from staticllm.pipelines.artifacts.blob_set import check_kind, read_steadily, remove_set
-from staticllm.pipelines.artifacts.crashes import check_crashes
-from staticllm.pipelines.artifacts.manifest import Manifest
-from staticllm.pipelines.artifacts.measurements import CostsPlace
-from staticllm.pipelines.loading.background import DeferredPrograms, SecondProgram
-from staticllm.pipelines.loading.cached import CacheEntry, CacheUnusableError
-from staticllm.pipelines.loading.decoder_kind import LoadedDecoder, job_of
-from staticllm.pipelines.loading.export import SetPlace, compile_for_export, export_target, plan_for_export
-from staticllm.pipelines.loading.import_set import import_set
-from staticllm.pipelines.loading.kind import Job, Loaded, LoadJob, R
-from staticllm.pipelines.programs.compile import CompilePlan, S, V, compile_all
-from staticllm.pipelines.programs.layout import program_mode
+
+from ..artifacts.blob_set import check_kind, read_steadily, remove_set
+from ..artifacts.crashes import check_crashes
+from ..artifacts.manifest import Manifest
+from ..artifacts.measurements import CostsPlace
+from ..programs.compile import CompilePlan, S, V, compile_all
+from ..programs.layout import program_mode
+from .background import DeferredPrograms, SecondProgram
+from .cached import CacheEntry, CacheUnusableError
+from .decoder_kind import LoadedDecoder, job_of
+from .export import SetPlace, compile_for_export, export_target, plan_for_export
+from .import_set import import_set
+from .kind import Job, Loaded, LoadJob, R
 
 
 def load(

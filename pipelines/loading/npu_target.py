@@ -11,14 +11,15 @@ from typing import Any
 
 import openvino as ov
 
-from staticllm.compiler_passes.blocks.chain_model import ChainPart
 from staticllm.devices import type_name
 from staticllm.errors import BlobError, ConfigError
-from staticllm.pipelines.artifacts.fingerprint import passes_digest
-from staticllm.pipelines.npu_compiler.compiler import DEFAULT_SECONDS, NPUCompiler, NPUProgram
-from staticllm.pipelines.npu_compiler.platforms import Platform
-from staticllm.pipelines.programs.chain import CompiledPart, PartBlob
-from staticllm.pipelines.programs.chain_compiler import compile_for_host
+
+from ...compiler_passes.blocks.chain_model import ChainPart
+from ..artifacts.fingerprint import passes_digest
+from ..npu_compiler.compiler import DEFAULT_SECONDS, NPUCompiler, NPUProgram
+from ..npu_compiler.platforms import Platform
+from ..programs.chain import CompiledPart, PartBlob
+from ..programs.chain_compiler import compile_for_host
 
 FEW_ROWS, FEW_TILES = 16, 2
 """A call of few rows waits for the weights: more tiles than these cost it time, and others need all (docs/npu.md)."""

@@ -12,17 +12,18 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.compiler_passes.lower_alignment import lower_alignment
-from staticllm.compiler_passes.lower_source import LoweredForOneSource, lower_source
 from staticllm.core import AlignmentShape, KVType, ProgressEvent, SourceShape, SourceVariant
 from staticllm.devices import default_kv_type, get_core
 from staticllm.model_dir import read_model
-from staticllm.pipelines.artifacts.fingerprint import file_digest
-from staticllm.pipelines.loading.kind import LoadJob, OpenedModel, ProgramKind
-from staticllm.pipelines.programs.compile import CompiledPrograms, CompilePlan, StartWith
-from staticllm.pipelines.programs.source_runner import AlignmentRunner, SourceRunner
 from staticllm.ports import INPUT_FEATURES, INPUT_IDS
 from staticllm.system.long_calls import told
+
+from ...compiler_passes.lower_alignment import lower_alignment
+from ...compiler_passes.lower_source import LoweredForOneSource, lower_source
+from ..artifacts.fingerprint import file_digest
+from ..programs.compile import CompiledPrograms, CompilePlan, StartWith
+from ..programs.source_runner import AlignmentRunner, SourceRunner
+from .kind import LoadJob, OpenedModel, ProgramKind
 
 S = TypeVar("S", SourceShape, AlignmentShape)
 R = TypeVar("R", SourceRunner, AlignmentRunner)

@@ -17,13 +17,14 @@ import openvino as ov
 from staticllm.children.child import ChildLostError
 from staticllm.children.line_child import LineChild
 from staticllm.errors import ConfigError, DeviceError, last_line, shown
-from staticllm.pipelines.npu_compiler.compiler import DEFAULT_SECONDS, NPUProgram
-from staticllm.pipelines.npu_compiler.platforms import Platform, platform_of
-from staticllm.pipelines.npu_compiler.refusal import Log, lost_text, refused_text
-from staticllm.pipelines.npu_compiler.schedule import MAX_TRACE, read_schedule
 from staticllm.system.files import read_regular
 from staticllm.system.scratch_folder import ScratchFolder
 from staticllm.system.threads import close_when_collected
+
+from .compiler import DEFAULT_SECONDS, NPUProgram
+from .platforms import Platform, platform_of
+from .refusal import Log, lost_text, refused_text
+from .schedule import MAX_TRACE, read_schedule
 
 START_SECONDS = 120.0
 """How long a child may take to start: Wine's first start on a busy machine takes a minute."""

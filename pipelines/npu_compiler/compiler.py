@@ -8,7 +8,7 @@ from typing import Protocol
 
 import openvino as ov
 
-from staticllm.pipelines.npu_compiler.schedule import Schedule
+from .schedule import Schedule
 
 DEFAULT_SECONDS = 600.0
 """How long one program may be compiled by default."""

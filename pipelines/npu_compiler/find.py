@@ -7,9 +7,10 @@ from typing import Literal, get_args
 
 from staticllm.devices import get_core, npu_compiler_problem
 from staticllm.errors import ConfigError, DeviceError, shown
-from staticllm.pipelines.npu_compiler.child_compiler import ChildCompiler
-from staticllm.pipelines.npu_compiler.local import local_compiler
-from staticllm.pipelines.npu_compiler.wine import COMMAND, default_folder, read_setup, wine_compiler
+
+from .child_compiler import ChildCompiler
+from .local import local_compiler
+from .wine import COMMAND, default_folder, read_setup, wine_compiler
 
 CompilerKind = Literal["auto", "local", "wine"]
 """Where the compiler is: ``local`` in the installed OpenVINO, ``wine`` in its Windows wheel, ``auto`` in the first of them."""

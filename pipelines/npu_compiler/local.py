@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from staticllm.children.child import python_command, take_pipes
 from staticllm.devices import get_core, npu_compiler_problem
 from staticllm.errors import DeviceError
-from staticllm.pipelines.npu_compiler.child_compiler import MARK, ChildCompiler, Launch
 from staticllm.system.threads import start_thread
+
+from .child_compiler import MARK, ChildCompiler, Launch
 
 if TYPE_CHECKING:
     import openvino as ov

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from staticllm.errors import DeviceError, shown
-from staticllm.pipelines.npu_compiler.platforms import Platform
+
+from .platforms import Platform
 
 MAX_TRACE = 128 << 20
 """The most bytes of a trace. A block of a 0.5B model has 0.2 MB, a whole program of 24 such blocks 6 MB."""

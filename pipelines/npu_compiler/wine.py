@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from staticllm.errors import DeviceError
-from staticllm.pipelines.npu_compiler.child_compiler import ChildCompiler, Launch
 from staticllm.system.cache_folder import user_cache
 from staticllm.system.files import read_regular
+
+from .child_compiler import ChildCompiler, Launch
 
 COMMAND = "staticllm npu-compiler setup"
 PACKAGES = ("wine64", "gcc-mingw-w64-x86-64")

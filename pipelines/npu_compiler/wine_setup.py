@@ -22,10 +22,11 @@ from filelock import Timeout  # registers what it does at a fork before OpenVINO
 
 from staticllm.children.child import Child, last_words
 from staticllm.errors import ConfigError, DeviceError, StaticLLMError, shown
-from staticllm.pipelines.npu_compiler import wine
-from staticllm.pipelines.npu_compiler.child_compiler import ChildCompiler
 from staticllm.system.file_lock import acquire
 from staticllm.system.files import open_regular, write_whole
+
+from . import wine
+from .child_compiler import ChildCompiler
 
 OnStep = Callable[[str, int, int], None]
 """Gets what is done now, its number from 1, and the number of steps."""

@@ -11,8 +11,9 @@ from itertools import takewhile
 from typing import Any
 
 from staticllm.core import Clock
-from staticllm.pipelines.profiling.records import KEPT_RECORDS, EngineProgress, RecordRing, RequestRecord, StepRecord
-from staticllm.pipelines.profiling.stats import Stats
+
+from .records import KEPT_RECORDS, EngineProgress, RecordRing, RequestRecord, StepRecord
+from .stats import Stats
 
 KEPT = KEPT_RECORDS
 """The calls and answers that are kept, so that a log takes all that a ring has; of those that were not read before they were

@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 from staticllm.core import FinishReason, Variant
-from staticllm.pipelines.profiling.records import HostTimes, JobRecord, RequestRecord, StepRecord
+
+from .records import HostTimes, JobRecord, RequestRecord, StepRecord
 
 Event: TypeAlias = dict[str, Any]
 Clock: TypeAlias = Callable[[float], int]  # from seconds to ns after the first moment of the trace

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
-from staticllm.pipelines.profiling.records import KEPT_RECORDS, JobRecord, Record, RecordRing, RequestRecord, StepRecord
 from staticllm.system.table import table
+
+from .records import KEPT_RECORDS, JobRecord, Record, RecordRing, RequestRecord, StepRecord
 
 KEPT_REQUESTS = 4096
 """The number of last requests over which means, maxima and percentiles are taken."""

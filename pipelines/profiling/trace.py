@@ -12,10 +12,11 @@ from pathlib import Path
 
 from staticllm.config import is_whole
 from staticllm.errors import ConfigError, StaticLLMError, shown
-from staticllm.pipelines.profiling.chrome_trace import from_chrome, to_chrome
-from staticllm.pipelines.profiling.records import JobRecord, Record, RequestRecord, StepRecord
-from staticllm.pipelines.profiling.stats import Profiler
 from staticllm.system.files import write_whole
+
+from .chrome_trace import from_chrome, to_chrome
+from .records import JobRecord, Record, RequestRecord, StepRecord
+from .stats import Profiler
 
 MAX_RECORDS = 100_000
 """The default number of records in a trace; a record takes a few hundred bytes in memory and in the file."""

@@ -19,12 +19,13 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.compiler_passes.graph.step_graph import compressed_weights
-from staticllm.compiler_passes.lower import LoweredModel
 from staticllm.core import Part, ProgramLayout, Variant
 from staticllm.devices import kind, type_name
-from staticllm.pipelines.programs.dry_run import bound_request, random_feeds
 from staticllm.system.long_calls import attended
+
+from ...compiler_passes.graph.step_graph import compressed_weights
+from ...compiler_passes.lower import LoweredModel
+from .dry_run import bound_request, random_feeds
 
 GROUP_SIZE, PRECISION = "DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_HINT"
 LARGE_GROUP = 128

@@ -17,13 +17,8 @@ from typing import Any
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.compiler_passes.states.store_kv_as import ELEMENT_TYPES
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, ModelShape, Variant
 from staticllm.errors import ConfigError
-from staticllm.kvcache.arena import Allocate
-from staticllm.kvcache.cache import KVCache
-from staticllm.kvcache.step import BufferPool, StepBuffers
-from staticllm.pipelines.programs.chain import AnyProgram, bind_calls
 from staticllm.ports import (
     ADAPTER_SCALES,
     CROSS_MASK,
@@ -34,6 +29,12 @@ from staticllm.ports import (
     ROPE_FACTORS,
     port_of,
 )
+
+from ...compiler_passes.states.store_kv_as import ELEMENT_TYPES
+from ...kvcache.arena import Allocate
+from ...kvcache.cache import KVCache
+from ...kvcache.step import BufferPool, StepBuffers
+from .chain import AnyProgram, bind_calls
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.compiler_passes.blocks.chain_model import (
+from ...compiler_passes.blocks.chain_model import (
     ChainCall,
     ChainModel,
     ChainPort,
@@ -28,7 +28,7 @@ from staticllm.compiler_passes.blocks.chain_model import (
     Source,
     WireType,
 )
-from staticllm.pipelines.programs.weight_bank import WeightBank
+from .weight_bank import WeightBank
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,15 @@ from typing import Any
 
 import openvino as ov
 
-from staticllm.compiler_passes.blocks.chain_model import ChainPart
-from staticllm.compiler_passes.blocks.split import Splitter
 from staticllm.devices import get_core, with_exact_f32
 from staticllm.errors import DeviceError, last_line
-from staticllm.kvcache.arena import Allocate
-from staticllm.pipelines.programs.chain import ChainPlan, CompiledChain, CompiledPart, HostPart, plan_chain
-from staticllm.pipelines.programs.weight_bank import WeightBank
 from staticllm.system.long_calls import LOOK_SECONDS, attended, checkpoint
+
+from ...compiler_passes.blocks.chain_model import ChainPart
+from ...compiler_passes.blocks.split import Splitter
+from ...kvcache.arena import Allocate
+from .chain import ChainPlan, CompiledChain, CompiledPart, HostPart, plan_chain
+from .weight_bank import WeightBank
 
 HOST_DEVICE = "CPU"
 HOST_PROPERTIES: Mapping[str, Any] = with_exact_f32(HOST_DEVICE, {"INFERENCE_PRECISION_HINT": "f32"})

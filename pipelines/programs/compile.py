@@ -11,7 +11,6 @@ from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 import openvino as ov
 
-from staticllm.compiler_passes.pass_pipeline import PassReport
 from staticllm.core import (
     KVType,
     ModelShape,
@@ -25,10 +24,12 @@ from staticllm.core import (
     mode_of,
 )
 from staticllm.devices import default_mode, for_one_row, get_core
-from staticllm.pipelines.programs.chain import AnyProgram, CompiledChain
-from staticllm.pipelines.programs.chain_compiler import ChainCompiler, ChainSource, compile_model
 from staticllm.system.long_calls import attended, attended_each, told
 from staticllm.system.mapped_weights import MappedWeights
+
+from ...compiler_passes.pass_pipeline import PassReport
+from .chain import AnyProgram, CompiledChain
+from .chain_compiler import ChainCompiler, ChainSource, compile_model
 
 V = TypeVar("V", bound=ProgramVariant)
 """The sizes of a program."""

@@ -7,7 +7,8 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.devices import kind
-from staticllm.kvcache.arena import Allocate
+
+from ...kvcache.arena import Allocate
 
 _DEVICES = frozenset({"NPU"})
 """Kinds of devices whose plugin would copy an input of other memory in each call."""

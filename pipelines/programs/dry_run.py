@@ -11,7 +11,6 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, Variant
-from staticllm.pipelines.programs.chain import AnyProgram, CompiledChain
 from staticllm.ports import (
     HIDDEN,
     INPUT_IDS,
@@ -23,6 +22,8 @@ from staticllm.ports import (
     port_of,
 )
 from staticllm.system.long_calls import attended
+
+from .chain import AnyProgram, CompiledChain
 
 VALUE_SCALE = 0.5
 """Standard deviation of random KV slots and states, close to real ones."""

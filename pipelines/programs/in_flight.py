@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from staticllm.core import Clock, Variant
-from staticllm.kvcache.step import StepBuffers
+
+from ...kvcache.step import StepBuffers
 
 
 @runtime_checkable

@@ -14,15 +14,16 @@ from numpy.typing import NDArray
 
 from staticllm.core import Clock, Variant
 from staticllm.errors import NumericalError
-from staticllm.kvcache.cache import KVCache
-from staticllm.kvcache.rotation import KeyRotations, find_rotations
-from staticllm.kvcache.sequence import KVSequence
-from staticllm.kvcache.step import Segment, Step, StepBuffers
-from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.costs.model import CostModel
-from staticllm.pipelines.costs.probe import CostProbe
-from staticllm.pipelines.programs.in_flight import Between, CallInFlight, Chain
-from staticllm.pipelines.programs.variant_index import VariantIndex, plan_chunks
+
+from ...kvcache.cache import KVCache
+from ...kvcache.rotation import KeyRotations, find_rotations
+from ...kvcache.sequence import KVSequence
+from ...kvcache.step import Segment, Step, StepBuffers
+from ...kvcache.stored import StoredSequence
+from ..costs.model import CostModel
+from ..costs.probe import CostProbe
+from .in_flight import Between, CallInFlight, Chain
+from .variant_index import VariantIndex, plan_chunks
 
 Logits = NDArray[np.float32]
 Accept = Callable[[Segment, Logits], int]

@@ -10,15 +10,16 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.compiler_passes.states.store_kv_as import ELEMENT_TYPES
 from staticllm.core import AlignmentShape, SourceShape, SourceVariant
-from staticllm.kvcache.finite import is_finite
-from staticllm.kvcache.groups import group_states, place_of
-from staticllm.pipelines.costs.model import CostModel
-from staticllm.pipelines.programs.bind import BoundRequest
-from staticllm.pipelines.programs.chain import AnyProgram
 from staticllm.ports import ALIGNMENT, INPUT_FEATURES, INPUT_IDS
 from staticllm.system.long_calls import attended
+
+from ...compiler_passes.states.store_kv_as import ELEMENT_TYPES
+from ...kvcache.finite import is_finite
+from ...kvcache.groups import group_states, place_of
+from ..costs.model import CostModel
+from .bind import BoundRequest
+from .chain import AnyProgram
 
 Frames: TypeAlias = list[NDArray[Any]]
 """Keys and values of one source: per group of states ``[n, heads, source_len, head_dim]``."""

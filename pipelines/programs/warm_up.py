@@ -8,12 +8,13 @@ from dataclasses import replace
 
 from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.core import OnProgress, ProgressEvent, Variant
-from staticllm.kvcache.step import BufferPool, StepBuffers
-from staticllm.pipelines.costs.model import CostModel
-from staticllm.pipelines.programs.bind import BoundPrograms, HostMemory, Program, allocate, bind
-from staticllm.pipelines.programs.compile import DecoderPrograms
-from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.system.long_calls import attended, told
+
+from ...kvcache.step import BufferPool, StepBuffers
+from ..costs.model import CostModel
+from .bind import BoundPrograms, HostMemory, Program, allocate, bind
+from .compile import DecoderPrograms
+from .model_runner import ModelRunner
 
 FIRST_ROWS = (16, 1)
 """Rows of the calls that a shared program always runs, in order: a short prompt packs most of the weights."""

@@ -9,7 +9,7 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.kvcache.arena import Allocate
+from ...kvcache.arena import Allocate
 
 Place = tuple[int, int]
 """First address and number of bytes."""

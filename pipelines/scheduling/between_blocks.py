@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from staticllm.pipelines.scheduling.interface import CallView, Plan, View
+from .interface import CallView, Plan, View
 
 MAX_DELAY_SHARE = 0.2
 """Longest delay of a prompt by decode steps, as a share of the device time that its calls take."""

@@ -35,7 +35,8 @@ from enum import StrEnum
 from typing import Protocol
 
 from staticllm.core import Variant
-from staticllm.pipelines.programs.variant_index import VariantIndex
+
+from ..programs.variant_index import VariantIndex
 
 PROACTIVE_PRIORITY = -1
 """The priority of proactive requests that ask for no other one; all below 0 are proactive."""

@@ -8,8 +8,8 @@ from dataclasses import replace
 from math import ceil
 from statistics import median
 
-from staticllm.pipelines.scheduling.device_share import TimeCredit, wait_for_share
-from staticllm.pipelines.scheduling.interface import JobView, RequestView, View
+from .device_share import TimeCredit, wait_for_share
+from .interface import JobView, RequestView, View
 
 MAX_JOB_SECONDS, JOBS_PER_TOKEN = 0.03, 4
 """Longest job beside requests, where its length can be chosen: a prompt that arrives meanwhile waits for it. On slow models,

@@ -12,16 +12,17 @@ from itertools import islice
 from staticllm.config import schedulers
 from staticllm.core import Variant
 from staticllm.errors import ConfigError, shown
-from staticllm.pipelines.programs.variant_index import VariantIndex
-from staticllm.pipelines.scheduling import policies
-from staticllm.pipelines.scheduling.between_blocks import due_step
-from staticllm.pipelines.scheduling.interface import CallView, Plan, Policy, RequestStatus, View
-from staticllm.pipelines.scheduling.job_scheduler import ChatActivity, JobScheduler, urgency
-from staticllm.pipelines.scheduling.plans import IllegalPlanError, alone, check, check_between_blocks, check_wait_so_far
-from staticllm.pipelines.scheduling.policies.fcfs import Fcfs
-from staticllm.pipelines.scheduling.request_table import RequestTable
-from staticllm.pipelines.scheduling.work_classes import ProactiveRequests, reactive_view
 from staticllm.system.threads import start_thread
+
+from ..programs.variant_index import VariantIndex
+from . import policies
+from .between_blocks import due_step
+from .interface import CallView, Plan, Policy, RequestStatus, View
+from .job_scheduler import ChatActivity, JobScheduler, urgency
+from .plans import IllegalPlanError, alone, check, check_between_blocks, check_wait_so_far
+from .policies.fcfs import Fcfs
+from .request_table import RequestTable
+from .work_classes import ProactiveRequests, reactive_view
 
 POLICIES: dict[str, Callable[[], Policy]] = {
     name: import_module(f"{policies.__name__}.{name}").POLICY for name in schedulers()

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from staticllm.core import Variant
-from staticllm.pipelines.programs.variant_index import plan_chunks
-from staticllm.pipelines.scheduling.interface import CallView, Plan, RequestStatus, RequestView, View
+
+from ..programs.variant_index import plan_chunks
+from .interface import CallView, Plan, RequestStatus, RequestView, View
 
 MAX_WAIT_SECONDS = 1.0
 """Longest total wait before one call that a policy may ask for, in seconds."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from staticllm.pipelines.scheduling.interface import OWN_BOUND, Device, RequestStatus, RequestView, TokenBound, View
+from .interface import OWN_BOUND, Device, RequestStatus, RequestView, TokenBound, View
 
 WAITING, PREFILLING = RequestStatus.WAITING, RequestStatus.PREFILLING
 RUNNING, SWAPPED = RequestStatus.RUNNING, RequestStatus.SWAPPED

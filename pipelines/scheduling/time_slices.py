@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from staticllm.pipelines.scheduling.interface import RequestStatus, RequestView, View
-from staticllm.pipelines.scheduling.plans import in_order, to_swap_in
+from .interface import RequestStatus, RequestView, View
+from .plans import in_order, to_swap_in
 
 WAIT_SHARE = 0.6
 """Share of ``gap_ms`` that a swapped request waits for a place; the rest is for prompts that run meanwhile."""

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from staticllm.core import Variant
-from staticllm.pipelines.scheduling.device_share import TimeCredit
-from staticllm.pipelines.scheduling.interface import JobView, Plan, RequestView, View
-from staticllm.pipelines.scheduling.job_scheduler import (
+
+from .device_share import TimeCredit
+from .interface import JobView, Plan, RequestView, View
+from .job_scheduler import (
     BOUND_USED,
     LATE,
     ChatActivity,
@@ -17,7 +18,7 @@ from staticllm.pipelines.scheduling.job_scheduler import (
     step_of,
     waited,
 )
-from staticllm.pipelines.scheduling.plans import (
+from .plans import (
     IllegalPlanError,
     admissible_prompts,
     check,

@@ -14,18 +14,19 @@ from typing import Literal
 from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgramLayout, ProgramMode
 from staticllm.errors import ConfigError
-from staticllm.pipelines.profiling.records import RequestRecord
-from staticllm.pipelines.programs.variant_index import VariantIndex
-from staticllm.pipelines.programs.variants import choose_variants
-from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.pipelines.scheduling.planner import make_policy
-from staticllm.pipelines.scheduling.request_table import Limits
-from staticllm.pipelines.simulator.cost_model import Cost, HostCost
-from staticllm.pipelines.simulator.npu_costs import NpuCosts
-from staticllm.pipelines.simulator.simulated_clients import BulkJobs
-from staticllm.pipelines.simulator.simulated_device import DeviceModel, Ended, SimulatedDevice, SimulatedRequest
-from staticllm.pipelines.simulator.summary import Run, summarize
-from staticllm.pipelines.simulator.workload import Arrival
+
+from ..profiling.records import RequestRecord
+from ..programs.variant_index import VariantIndex
+from ..programs.variants import choose_variants
+from ..scheduling.interface import Policy
+from ..scheduling.planner import make_policy
+from ..scheduling.request_table import Limits
+from .cost_model import Cost, HostCost
+from .npu_costs import NpuCosts
+from .simulated_clients import BulkJobs
+from .simulated_device import DeviceModel, Ended, SimulatedDevice, SimulatedRequest
+from .summary import Run, summarize
+from .workload import Arrival
 
 Dispatch = Literal["least_loaded", "two_choices", "round_robin"]
 """Which device receives a request: that with the fewest requests, of all or of two drawn at random, or each in turn."""

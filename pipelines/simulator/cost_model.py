@@ -13,9 +13,10 @@ from msgspec import Meta
 
 from staticllm.core import Count, Size, Variant
 from staticllm.errors import ConfigError
-from staticllm.pipelines.costs.model import CostModel
 from staticllm.system.files import write_whole
 from staticllm.system.typed import json_of, typed
+
+from ..costs.model import CostModel
 
 Cost = Callable[[Variant], float]
 """Returns the seconds that one call of a variant takes."""

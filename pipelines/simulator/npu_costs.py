@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from staticllm.core import Variant
-from staticllm.pipelines.simulator.cost_model import Blocks
+
+from .cost_model import Blocks
 
 NUM_LAYERS = 24
 CALL_SECONDS = 20e-6

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from staticllm.errors import ConfigError
-from staticllm.pipelines.profiling.records import RequestRecord
-from staticllm.pipelines.simulator.summary import Run
 from staticllm.system.files import write_whole
+
+from ..profiling.records import RequestRecord
+from .summary import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 
-from staticllm.pipelines.engine.client_sequences.state import ClientState, FeedOrder, FeedResult
-from staticllm.pipelines.engine.engine_core import EngineCore
-from staticllm.pipelines.engine.jobs import new_source_id
-from staticllm.pipelines.scheduling.interface import JobView
-from staticllm.pipelines.simulator.simulated_programs import ANSWER_TOKEN, VirtualClock, prompt_of
-from staticllm.pipelines.simulator.workload import Arrival
+from ..engine.client_sequences.state import ClientState, FeedOrder, FeedResult
+from ..engine.engine_core import EngineCore
+from ..engine.jobs import new_source_id
+from ..scheduling.interface import JobView
+from .simulated_programs import ANSWER_TOKEN, VirtualClock, prompt_of
+from .workload import Arrival
 
 
 class SimulatedClients:

@@ -8,20 +8,21 @@ from dataclasses import dataclass, field, replace
 
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import ConfigError, DeviceError
-from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.engine.engine import new_state
-from staticllm.pipelines.engine.engine_core import EngineCore
-from staticllm.pipelines.engine.options import EngineOptions
-from staticllm.pipelines.engine.request import EngineRequest, new_id
-from staticllm.pipelines.engine.state import RequestState
-from staticllm.pipelines.generation.beam_search import BeamParams
-from staticllm.pipelines.profiling.records import JobRecord, Record, RequestRecord, StepRecord
-from staticllm.pipelines.programs.variant_index import VariantIndex
-from staticllm.pipelines.scheduling.interface import Policy
-from staticllm.pipelines.scheduling.request_table import Limits
-from staticllm.pipelines.simulator.cost_model import Blocks, Cost, HostCost
-from staticllm.pipelines.simulator.simulated_clients import BulkJobs, SimulatedClients, SimulatedJobs
-from staticllm.pipelines.simulator.simulated_programs import (
+
+from ...kvcache.stored import StoredSequence
+from ..engine.engine import new_state
+from ..engine.engine_core import EngineCore
+from ..engine.options import EngineOptions
+from ..engine.request import EngineRequest, new_id
+from ..engine.state import RequestState
+from ..generation.beam_search import BeamParams
+from ..profiling.records import JobRecord, Record, RequestRecord, StepRecord
+from ..programs.variant_index import VariantIndex
+from ..scheduling.interface import Policy
+from ..scheduling.request_table import Limits
+from .cost_model import Blocks, Cost, HostCost
+from .simulated_clients import BulkJobs, SimulatedClients, SimulatedJobs
+from .simulated_programs import (
     ANSWER_TOKEN,
     VOCAB_SIZE,
     Drafting,
@@ -29,7 +30,7 @@ from staticllm.pipelines.simulator.simulated_programs import (
     prompt_of,
     simulated_runner,
 )
-from staticllm.pipelines.simulator.workload import Arrival
+from .workload import Arrival
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class SimulatedDevice:
         self.clock.now = now
         self._runner.is_waking = now > self._idle_since
         self._admit(now)
-        while self.core.has_calls or self.core.is_offloading:
+        while self.core.has_calls or self.core.device.is_offloading:
             num_calls = self._num_calls
             self.core.step()
             self._clients.close_done()

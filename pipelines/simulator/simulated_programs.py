@@ -11,19 +11,20 @@ from numpy.typing import NDArray
 
 from staticllm.core import MAX_ANSWERS, ModelShape, Variant
 from staticllm.errors import ConfigError
-from staticllm.kvcache.cache import KVCache
-from staticllm.kvcache.sequence import KVSequence
-from staticllm.kvcache.slot_allocator import SlotAllocator
-from staticllm.kvcache.step import BufferPool, Segment, Step, StepBuffers
-from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.costs.model import CostModel
-from staticllm.pipelines.engine.speculation.draft_model import PACKED_TOKENS, DraftModel
-from staticllm.pipelines.generation.drafts import DraftParams
-from staticllm.pipelines.generation.filters import Logits
-from staticllm.pipelines.programs.in_flight import Between
-from staticllm.pipelines.programs.model_runner import Accept, ModelRunner, Runnable, StepResult
-from staticllm.pipelines.simulator.cost_model import Blocks, Cost, HostCost
-from staticllm.pipelines.simulator.workload import Arrival
+
+from ...kvcache.cache import KVCache
+from ...kvcache.sequence import KVSequence
+from ...kvcache.slot_allocator import SlotAllocator
+from ...kvcache.step import BufferPool, Segment, Step, StepBuffers
+from ...kvcache.stored import StoredSequence
+from ..costs.model import CostModel
+from ..engine.speculation.draft_model import PACKED_TOKENS, DraftModel
+from ..generation.drafts import DraftParams
+from ..generation.filters import Logits
+from ..programs.in_flight import Between
+from ..programs.model_runner import Accept, ModelRunner, Runnable, StepResult
+from .cost_model import Blocks, Cost, HostCost
+from .workload import Arrival
 
 VOCAB_SIZE = MAX_ANSWERS + 2
 """The number of token ids, so that each of the most beams has a token of its own."""

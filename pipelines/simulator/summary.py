@@ -8,8 +8,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from staticllm.pipelines.profiling.records import JobRecord, RequestRecord, StepRecord
-from staticllm.pipelines.profiling.stats import percentile
+from ..profiling.records import JobRecord, RequestRecord, StepRecord
+from ..profiling.stats import percentile
 
 
 @dataclass(frozen=True)

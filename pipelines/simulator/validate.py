@@ -12,16 +12,17 @@ import numpy as np
 
 from staticllm.core import FinishReason, Variant
 from staticllm.errors import StaticLLMError
-from staticllm.pipelines.costs.model import CostModel, nonnegative_least_squares
-from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-from staticllm.pipelines.profiling.records import Record, RequestRecord, StepRecord
-from staticllm.pipelines.scheduling.request_table import Limits
-from staticllm.pipelines.simulator.cluster import Scenario
-from staticllm.pipelines.simulator.cost_model import HostCost
-from staticllm.pipelines.simulator.simulated_device import DeviceModel
-from staticllm.pipelines.simulator.summary import Summary, summarize
-from staticllm.pipelines.simulator.workload import Arrival, Lengths, burst, poisson
-from staticllm.pipelines.text.handle import GenerationHandle
+
+from ..costs.model import CostModel, nonnegative_least_squares
+from ..llm_pipeline import StaticLLMPipeline
+from ..profiling.records import Record, RequestRecord, StepRecord
+from ..scheduling.request_table import Limits
+from ..text.handle import GenerationHandle
+from .cluster import Scenario
+from .cost_model import HostCost
+from .simulated_device import DeviceModel
+from .summary import Summary, summarize
+from .workload import Arrival, Lengths, burst, poisson
 
 WORKLOADS = ((64, 64), (64, 256), (256, 64), (256, 256))
 MAX_SEQS = 4

@@ -14,7 +14,8 @@ import numpy as np
 
 from staticllm.core import MAX_ANSWERS
 from staticllm.errors import ConfigError
-from staticllm.pipelines.scheduling.interface import PROACTIVE_PRIORITY
+
+from ..scheduling.interface import PROACTIVE_PRIORITY
 
 CLASSES = {"reactive": 0, "proactive": PROACTIVE_PRIORITY}
 """The priority of each class of work in a trace."""

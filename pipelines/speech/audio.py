@@ -18,7 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import ConfigError, PromptError, last_line, shown
-from staticllm.pipelines.speech.log_mel import Samples
+
+from .log_mel import Samples
 
 RATE = 16000
 """The rate of all Whisper models, samples per second."""

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import IO
 
 from staticllm.errors import PromptError, last_line
-from staticllm.pipelines.speech.audio import MAX_SECONDS, Recording, read_recording
-from staticllm.pipelines.speech.transcription_watch import Cancellation
 from staticllm.system.files import open_regular
+
+from .audio import MAX_SECONDS, Recording, read_recording
+from .transcription_watch import Cancellation
 
 
 class AudioStream(io.BufferedIOBase):

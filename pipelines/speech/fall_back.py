@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from staticllm.pipelines.generation.options.resolve import GenerationOptions
-from staticllm.pipelines.speech.whisper_config import FallBackParams
+from ..generation.options.resolve import GenerationOptions
+from .whisper_config import FallBackParams
 
 
 class Verdict(Enum):

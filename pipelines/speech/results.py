@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 
 from staticllm.metrics import MeanStdPair, PerfMetrics, RawPerfMetrics
-from staticllm.pipelines.speech.segments import Segment
 from staticllm.results import LikeGenAI
+
+from .segments import Segment
 
 NO_END = -1.0
 """GenAI's ``end_ts`` of a chunk that was cut off before its end."""

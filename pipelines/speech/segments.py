@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from staticllm.pipelines.speech.log_mel import MelConfig
-from staticllm.pipelines.speech.whisper_config import WhisperTokens
+from .log_mel import MelConfig
+from .whisper_config import WhisperTokens
 
 MAX_SOURCE_POSITIONS = 1500
 """The positions of Whisper's encoder for a window, ``max_source_positions`` of its ``config.json``."""

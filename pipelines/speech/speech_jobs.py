@@ -13,11 +13,12 @@ from staticllm.config import MAX_SEQS, StaticLLMConfig, switch, whole
 from staticllm.core import OnProgress, SourceSpec
 from staticllm.devices import check_device, get_core
 from staticllm.errors import ConfigError
-from staticllm.pipelines.launch.arguments import Candidate
-from staticllm.pipelines.loading.kind import LoadJob
-from staticllm.pipelines.loading.source_kind import AlignmentKind, SourceKind
-from staticllm.pipelines.speech.speech_files import DECODER, ENCODER, SpeechFiles
-from staticllm.pipelines.speech.whisper_config import FALL_BACK, fall_back_value
+
+from ..launch.arguments import Candidate
+from ..loading.kind import LoadJob
+from ..loading.source_kind import AlignmentKind, SourceKind
+from .speech_files import DECODER, ENCODER, SpeechFiles
+from .whisper_config import FALL_BACK, fall_back_value
 
 MAX_WINDOWS = "MAX_WINDOWS"
 WORD_TIMESTAMPS = "WORD_TIMESTAMPS"

@@ -22,20 +22,21 @@ from staticllm.core import (
     SourceVariant,
 )
 from staticllm.errors import DeviceError, ModelError, pipeline_closed
-from staticllm.pipelines.engine.client import EngineClient, UserProcessors
-from staticllm.pipelines.engine.job_engine import JobEngine
-from staticllm.pipelines.engine.jobs import JobHost
-from staticllm.pipelines.engine.request import EngineRequest, Finished, TokenOutput
-from staticllm.pipelines.engine.source_jobs import AlignmentJobs, SourceJobs
-from staticllm.pipelines.launch.arguments import Candidate
-from staticllm.pipelines.launch.engine import Launched, launch
-from staticllm.pipelines.loading.kind import Loaded
-from staticllm.pipelines.loading.load import load_job
-from staticllm.pipelines.programs.source_runner import AlignmentRunner, SourceRunner
-from staticllm.pipelines.scheduling.interface import OWN_BOUND, Policy, TokenBound
-from staticllm.pipelines.speech.speech_files import SpeechFiles
-from staticllm.pipelines.speech.speech_jobs import Heads, speech_jobs
-from staticllm.pipelines.speech.transcription_watch import Cancellation
+
+from ..engine.client import EngineClient, UserProcessors
+from ..engine.job_engine import JobEngine
+from ..engine.jobs import JobHost
+from ..engine.request import EngineRequest, Finished, TokenOutput
+from ..engine.source_jobs import AlignmentJobs, SourceJobs
+from ..launch.arguments import Candidate
+from ..launch.engine import Launched, launch
+from ..loading.kind import Loaded
+from ..loading.load import load_job
+from ..programs.source_runner import AlignmentRunner, SourceRunner
+from ..scheduling.interface import OWN_BOUND, Policy, TokenBound
+from .speech_files import SpeechFiles
+from .speech_jobs import Heads, speech_jobs
+from .transcription_watch import Cancellation
 
 LoadedAlignment: TypeAlias = Loaded[SourceVariant, AlignmentShape, AlignmentRunner]
 LoadedEncoder: TypeAlias = Loaded[SourceVariant, SourceShape, SourceRunner]

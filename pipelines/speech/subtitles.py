@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from staticllm.errors import ConfigError, shown
-from staticllm.pipelines.speech.results import (
+
+from .results import (
     NO_END,
     WhisperDecodedResultChunk,
     WhisperDecodedResults,

@@ -13,20 +13,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import ModelError
-from staticllm.pipelines.engine.request import EngineRequest
-from staticllm.pipelines.generation.logits_processors import copies_for
-from staticllm.pipelines.generation.options.resolve import GenerationOptions
-from staticllm.pipelines.generation.options.table import SamplingParams
-from staticllm.pipelines.generation.speech_rules import SpeechRules
-from staticllm.pipelines.speech.fall_back import HeardWindow, Verdict, best_of, may_be_silent, options_at, verdict
-from staticllm.pipelines.speech.log_mel import MelConfig, log_mel, window_of
-from staticllm.pipelines.speech.results import WhisperWordTiming
-from staticllm.pipelines.speech.segments import Segment, WindowSegments, WindowTimes, segments_of
-from staticllm.pipelines.speech.speech_model import Chosen, SpeechModel, Window
-from staticllm.pipelines.speech.transcription_watch import Cancellation, TranscriptionWatch, WindowHeard
-from staticllm.pipelines.speech.voice import Detector, Interval, windows_as_found
-from staticllm.pipelines.speech.whisper_config import WhisperOptions
-from staticllm.pipelines.speech.whisper_prompt import (
+
+from ..engine.request import EngineRequest
+from ..generation.logits_processors import copies_for
+from ..generation.options.resolve import GenerationOptions
+from ..generation.options.table import SamplingParams
+from ..generation.speech_rules import SpeechRules
+from .fall_back import HeardWindow, Verdict, best_of, may_be_silent, options_at, verdict
+from .log_mel import MelConfig, log_mel, window_of
+from .results import WhisperWordTiming
+from .segments import Segment, WindowSegments, WindowTimes, segments_of
+from .speech_model import Chosen, SpeechModel, Window
+from .transcription_watch import Cancellation, TranscriptionWatch, WindowHeard
+from .voice import Detector, Interval, windows_as_found
+from .whisper_config import WhisperOptions
+from .whisper_prompt import (
     NO_LANGUAGE,
     ContextTokens,
     WindowPrompt,
@@ -34,9 +35,9 @@ from staticllm.pipelines.speech.whisper_prompt import (
     start_tokens,
     window_prompt,
 )
-from staticllm.pipelines.speech.whisper_rules import language_of, language_rules, no_speech_rules, whisper_rules
-from staticllm.pipelines.speech.window_end import StopStrings
-from staticllm.pipelines.speech.words import alignment_tokens, text_tokens_of, token_starts, words_of
+from .whisper_rules import language_of, language_rules, no_speech_rules, whisper_rules
+from .window_end import StopStrings
+from .words import alignment_tokens, text_tokens_of, token_starts, words_of
 
 
 @dataclass

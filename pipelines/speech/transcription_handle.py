@@ -7,9 +7,10 @@ from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
-from staticllm.pipelines.speech.results import WhisperDecodedResults
-from staticllm.pipelines.speech.transcription_watch import Cancellation
 from staticllm.system.threads import InterruptibleFuture, start_thread
+
+from .results import WhisperDecodedResults
+from .transcription_watch import Cancellation
 
 
 class TranscriptionHandle:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from staticllm.pipelines.speech.segments import Segment
+from .segments import Segment
 
 OnTokens: TypeAlias = Callable[[Sequence[int]], bool]
 """Receives tokens of the text as they are certain, and returns whether to go on."""

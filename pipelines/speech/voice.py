@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from staticllm.devices import get_core
 from staticllm.errors import ConfigError
-from staticllm.pipelines.speech.audio import RATE
-from staticllm.pipelines.speech.log_mel import Samples
+
+from .audio import RATE
+from .log_mel import Samples
 
 FRAME = 512
 """Samples of a frame of the network: 32 ms."""

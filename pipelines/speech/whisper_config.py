@@ -19,17 +19,18 @@ import openvino_genai as genai
 
 from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError, ModelError, last_line, shown
-from staticllm.pipelines.generation.options.extra import EXTRA_NAMES, MAX_TOKEN, check_characters
-from staticllm.pipelines.generation.options.resolve import (
+from staticllm.system.files import read_regular
+
+from ..generation.options.extra import EXTRA_NAMES, MAX_TOKEN, check_characters
+from ..generation.options.resolve import (
     DRAFTING,
     GenerationOptions,
     copy_config,
     resolve,
     unreadable_field,
 )
-from staticllm.pipelines.generation.options.resolve import NAMES as SHARED_NAMES
-from staticllm.pipelines.grammars.requested import KEYWORDS
-from staticllm.system.files import read_regular
+from ..generation.options.resolve import NAMES as SHARED_NAMES
+from ..grammars.requested import KEYWORDS
 
 Task: TypeAlias = Literal["transcribe", "translate"]
 TASKS: tuple[Task, ...] = ("transcribe", "translate")

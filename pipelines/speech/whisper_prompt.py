@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.speech.whisper_config import Task, WhisperOptions, WhisperTokens
+
+from .whisper_config import Task, WhisperOptions, WhisperTokens
 
 Encode: TypeAlias = Callable[[str], Sequence[int]]
 """The tokens of a text, without or with the special tokens that a tokenizer adds."""

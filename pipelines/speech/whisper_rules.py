@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from staticllm.pipelines.generation.speech_rules import SpeechRules, TimestampParams
-from staticllm.pipelines.speech.whisper_config import WhisperOptions, WhisperTokens
+from ..generation.speech_rules import SpeechRules, TimestampParams
+from .whisper_config import WhisperOptions, WhisperTokens
 
 
 def whisper_rules(options: WhisperOptions, has_timestamps: bool) -> SpeechRules:

@@ -15,8 +15,8 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.pipelines.speech.results import WhisperWordTiming
-from staticllm.pipelines.speech.whisper_config import WhisperTokens
+from .results import WhisperWordTiming
+from .whisper_config import WhisperTokens
 
 Decode: TypeAlias = Callable[[list[int]], str]
 Weights: TypeAlias = NDArray[np.float32]

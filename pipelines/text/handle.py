@@ -13,11 +13,13 @@ from typing import TypeVar
 
 from staticllm.core import FinishReason
 from staticllm.errors import BusyError, GenerationConfigError, StaticLLMError
-from staticllm.pipelines.conversation.events import Event
-from staticllm.pipelines.engine.client import EngineClient
-from staticllm.pipelines.engine.request import Finished, Output, OutputQueue
-from staticllm.pipelines.text.input_processor import PreparedRequest, Prompt
-from staticllm.pipelines.text.output_processor import (
+from staticllm.system.threads import POLL_SECONDS, check_may_wait, check_process, start_thread
+
+from ..conversation.events import Event
+from ..engine.client import EngineClient
+from ..engine.request import Finished, Output, OutputQueue
+from .input_processor import PreparedRequest, Prompt
+from .output_processor import (
     OutputProcessor,
     RequestOutput,
     Results,
@@ -25,8 +27,7 @@ from staticllm.pipelines.text.output_processor import (
     kept_outputs,
     results_of,
 )
-from staticllm.pipelines.text.readers import OutputSignal, in_thread, running_waker
-from staticllm.system.threads import POLL_SECONDS, check_may_wait, check_process, start_thread
+from .readers import OutputSignal, in_thread, running_waker
 
 MAX_BATCH = 64
 """Outputs that an asynchronous reader takes before other tasks of its event loop run."""

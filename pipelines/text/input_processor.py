@@ -26,19 +26,20 @@ from staticllm.errors import (
     encoding,
     shown,
 )
-from staticllm.pipelines.conversation.chat_template import render
-from staticllm.pipelines.conversation.formats import MessageFormat, format_beside
-from staticllm.pipelines.conversation.required_calls import answer_grammar
-from staticllm.pipelines.engine.client import UserProcessors
-from staticllm.pipelines.engine.overflow import OverflowRule, overflow_rule, shorten
-from staticllm.pipelines.engine.request import EngineRequest, check_priority
-from staticllm.pipelines.generation.drafts import DEFAULT_NGRAM_SIZE, DraftParams
-from staticllm.pipelines.generation.genai_adapters import adapter_uses
-from staticllm.pipelines.generation.logits_processors import copies_for
-from staticllm.pipelines.generation.options.extra import ToolOptions, function_of, is_tool
-from staticllm.pipelines.generation.options.resolve import FileOptions, GenerationOptions, copy_config, resolve
-from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
-from staticllm.pipelines.text.tokenizer_tools import TokenizerTools
+
+from ..conversation.chat_template import render
+from ..conversation.formats import MessageFormat, format_beside
+from ..conversation.required_calls import answer_grammar
+from ..engine.client import UserProcessors
+from ..engine.overflow import OverflowRule, overflow_rule, shorten
+from ..engine.request import EngineRequest, check_priority
+from ..generation.drafts import DEFAULT_NGRAM_SIZE, DraftParams
+from ..generation.genai_adapters import adapter_uses
+from ..generation.logits_processors import copies_for
+from ..generation.options.extra import ToolOptions, function_of, is_tool
+from ..generation.options.resolve import FileOptions, GenerationOptions, copy_config, resolve
+from .detokenizer import IncrementalDetokenizer
+from .tokenizer_tools import TokenizerTools
 
 read_first_tensor()
 

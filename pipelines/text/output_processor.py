@@ -13,15 +13,16 @@ import openvino_genai as genai
 
 from staticllm.core import FinishReason
 from staticllm.metrics import MICRO, PerfMetrics
-from staticllm.pipelines.conversation.events import Event, ExpectedCalls, message_of
-from staticllm.pipelines.conversation.message_parser import MessageParser
-from staticllm.pipelines.conversation.required_calls import is_content
-from staticllm.pipelines.engine.request import CompileTimes, TokenOutput
-from staticllm.pipelines.generation.beam_search import beam_score
-from staticllm.pipelines.generation.options.resolve import GenerationOptions
-from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
-from staticllm.pipelines.text.input_processor import Form, PreparedRequest
 from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, GeneratedText
+
+from ..conversation.events import Event, ExpectedCalls, message_of
+from ..conversation.message_parser import MessageParser
+from ..conversation.required_calls import is_content
+from ..engine.request import CompileTimes, TokenOutput
+from ..generation.beam_search import beam_score
+from ..generation.options.resolve import GenerationOptions
+from .detokenizer import IncrementalDetokenizer
+from .input_processor import Form, PreparedRequest
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ from collections.abc import Callable
 
 from staticllm.core import FinishReason
 from staticllm.errors import pipeline_closed
-from staticllm.pipelines.engine.client import EngineClient
-from staticllm.pipelines.engine.request import EngineRequest, Finished, Output, OutputQueue, TokenOutput
-from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
 from staticllm.system.threads import LazyThread
+
+from ..engine.client import EngineClient
+from ..engine.request import EngineRequest, Finished, Output, OutputQueue, TokenOutput
+from .detokenizer import IncrementalDetokenizer
 
 
 class StopChecker:

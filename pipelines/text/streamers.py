@@ -10,8 +10,9 @@ from openvino_genai import StreamingStatus as Status
 
 from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError, shown
-from staticllm.pipelines.text.handle import GenerationHandle
-from staticllm.pipelines.text.output_processor import RequestOutput
+
+from .handle import GenerationHandle
+from .output_processor import RequestOutput
 
 
 class TokenSink(ABC):

@@ -12,8 +12,9 @@ from typing import Any
 import openvino_genai as genai
 
 from staticllm.errors import ModelError, encoding, last_line, pipeline_closed
-from staticllm.pipelines.generation.options.resolve import GenerationOptions
-from staticllm.pipelines.generation.options.table import SamplingParams, TokenSequences
+
+from ..generation.options.resolve import GenerationOptions
+from ..generation.options.table import SamplingParams, TokenSequences
 
 Decode = Callable[[list[int]], str]
 DecodeRows = Callable[[list[list[int]]], Sequence[str]]

@@ -14,20 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.core import EncoderShape, EncoderVariant, KVState, ModelShape, Pooling
-from staticllm.kvcache.cache import KVCache
-from staticllm.kvcache.groups import place_of
-from staticllm.kvcache.host_pool import HostPool
-from staticllm.kvcache.sequence import KVSequence
-from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.embedding.packing.encoder_buffers import (
+from staticllm.ports import HIDDEN, INPUT_IDS, KEPT_ROWS, POOL, POSITION_IDS, TOKEN_TYPE_IDS, past_names, present_names
+
+from ....kvcache.cache import KVCache
+from ....kvcache.groups import place_of
+from ....kvcache.host_pool import HostPool
+from ....kvcache.sequence import KVSequence
+from ....kvcache.stored import StoredSequence
+from .encoder_buffers import (
     EncoderBuffers,
     pooling_weights,
     positions_of,
     visibility,
 )
-from staticllm.pipelines.embedding.packing.prefix_groups import LEAST_SHARED, num_common
-from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.ports import HIDDEN, INPUT_IDS, KEPT_ROWS, POOL, POSITION_IDS, TOKEN_TYPE_IDS, past_names, present_names
+from .prefix_groups import LEAST_SHARED, num_common
+from .tokenized_text import TokenizedText
 
 Rows = NDArray[np.float32]
 MOST_KEPT, MOST_TOKENS = 4, 128

@@ -10,8 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.core import EncoderMask, EncoderShape, EncoderVariant, Pooling
-from staticllm.pipelines.embedding.packing.prefix_groups import shared_with_previous
-from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.ports import (
     EMBEDDINGS,
     HIDDEN,
@@ -26,6 +24,9 @@ from staticllm.ports import (
     past_names,
     present_names,
 )
+
+from .prefix_groups import shared_with_previous
+from .tokenized_text import TokenizedText
 
 Vectors = NDArray[np.float32]
 Rows = NDArray[np.intp]

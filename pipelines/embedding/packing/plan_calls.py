@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from staticllm.core import EncoderVariant
-from staticllm.pipelines.embedding.packing.prefix_groups import CommonPrefixes, PrefixGroup
+
+from .prefix_groups import CommonPrefixes, PrefixGroup
 
 Cost = Callable[[EncoderVariant], float]
 """Returns the seconds that one call of a variant takes."""

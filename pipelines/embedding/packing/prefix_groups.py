@@ -12,8 +12,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from staticllm.kvcache.sequence import common_prefix
-from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
+from ....kvcache.sequence import common_prefix
+from .tokenized_text import TokenizedText
 
 LEAST_SHARED = 8
 """The least tokens of a beginning that is shared. What fewer save is less than what looking for them takes."""

@@ -8,14 +8,15 @@ from concurrent.futures import CancelledError
 import numpy as np
 
 from staticllm.errors import DeviceError, NumericalError, as_ours
-from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
-from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
-from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.pipelines.embedding.pool.instances import EncoderInfo, costs_of
-from staticllm.pipelines.embedding.queue.drivers import JobDriver
-from staticllm.pipelines.embedding.queue.loads import Costs
-from staticllm.pipelines.engine.jobs import JobHost
+
+from ...engine.jobs import JobHost
+from ..embedding_request import EmbeddingRequest
+from ..encoder_runner import EncoderRunner
+from ..packing.encoder_buffers import Vectors
+from ..packing.tokenized_text import TokenizedText
+from ..queue.drivers import JobDriver
+from ..queue.loads import Costs
+from .instances import EncoderInfo, costs_of
 
 UNLIMITED = 1 << 62
 """``max_waiting`` of the driver: the queue of the pool has limited the batch already."""

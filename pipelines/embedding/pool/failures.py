@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from staticllm.errors import DeviceError
-from staticllm.pipelines.costs.model import NEW_SHARE, averaged
-from staticllm.pipelines.embedding.pool.instances import Instance, WorkerLostError
-from staticllm.pipelines.embedding.queue.device_queue import Busy, DeviceQueue, Health, QueuedText
-from staticllm.pipelines.embedding.queue.loads import Costs, load_of
-from staticllm.pipelines.embedding.queue.text_queue import REST_SECONDS, Moved, RequestEnding, TextQueue
-from staticllm.pipelines.embedding.windve.queue_depth import Recalibration
+
+from ...costs.model import NEW_SHARE, averaged
+from ..queue.device_queue import Busy, DeviceQueue, Health, QueuedText
+from ..queue.loads import Costs, load_of
+from ..queue.text_queue import REST_SECONDS, Moved, RequestEnding, TextQueue
+from ..windve.queue_depth import Recalibration
+from .instances import Instance, WorkerLostError
 
 HANG_SECONDS, HANG_RATIO = 30.0, 20.0
 """A batch that takes longer than both this time and this multiple of its prediction hangs."""

@@ -10,12 +10,13 @@ import numpy as np
 
 from staticllm.core import EncoderVariant
 from staticllm.errors import DeviceError, as_ours
-from staticllm.pipelines.embedding.encoder_job import LoadedEncoder
-from staticllm.pipelines.embedding.encoder_runner import EncoderRunner, calls_of
-from staticllm.pipelines.embedding.packing.chunks import ContinuedText
-from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
-from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.pipelines.embedding.queue.loads import Costs
+
+from ..encoder_job import LoadedEncoder
+from ..encoder_runner import EncoderRunner, calls_of
+from ..packing.chunks import ContinuedText
+from ..packing.encoder_buffers import Vectors
+from ..packing.tokenized_text import TokenizedText
+from ..queue.loads import Costs
 
 MAX_TEXTS = 1024
 """The most texts in one message to a worker process. Larger batches are divided."""

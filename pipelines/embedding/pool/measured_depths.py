@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.pipelines.embedding.pool.instances import Instance
-from staticllm.pipelines.embedding.queue.loads import LENGTH
-from staticllm.pipelines.embedding.windve.queue_depth import (
+from ..packing.tokenized_text import TokenizedText
+from ..queue.loads import LENGTH
+from ..windve.queue_depth import (
     STEP,
     Estimate,
     Run,
@@ -22,6 +21,7 @@ from staticllm.pipelines.embedding.windve.queue_depth import (
     fine_tune,
     stress_test,
 )
+from .instances import Instance
 
 TUNING_REPEATS = 2
 """Runs with all devices at each step of the fine-tuning."""

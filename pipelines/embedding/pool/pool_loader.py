@@ -18,26 +18,27 @@ from staticllm.devices import get_core, kind
 from staticllm.errors import ConfigError, as_ours
 from staticllm.model_dir import check_model_dir
 from staticllm.model_paths.path_kind import MODEL_XML
-from staticllm.pipelines.embedding.encoder_files import EncoderFiles, read_encoder_files
-from staticllm.pipelines.embedding.encoder_job import OPTIONS, load_encoder
-from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
-from staticllm.pipelines.embedding.pool.engine_instance import EngineInstance
-from staticllm.pipelines.embedding.pool.failures import HANG_SECONDS, DevicePool
-from staticllm.pipelines.embedding.pool.instances import EncoderInfo, Instance, LocalInstance
-from staticllm.pipelines.embedding.pool.measured_depths import MeasuredDepth, OnStage, measure_depths, regress
-from staticllm.pipelines.embedding.pool.pool_plan import PolicyName, PoolOptions, PoolPlan, plan_pool
-from staticllm.pipelines.embedding.pool.thread_driver import ThreadDriver
-from staticllm.pipelines.embedding.pool.worker_instance import WorkerInstance, WorkerSpec, can_start_workers
-from staticllm.pipelines.embedding.queue.device_queue import DeviceQueue
-from staticllm.pipelines.embedding.queue.loads import LENGTH, load_of
-from staticllm.pipelines.embedding.queue.policies import Plain, Predicted, QueuePolicy, Windve, WindveQueued
-from staticllm.pipelines.embedding.queue.text_queue import TextQueue
-from staticllm.pipelines.embedding.windve.detector import Detection, UsedDevice, without_slow_cpu
-from staticllm.pipelines.embedding.windve.queue_depth import Estimate, Recalibration, read_estimates, write_estimates
-from staticllm.pipelines.engine.jobs import JobHost
 from staticllm.system.load_progress import LoadProgress
 from staticllm.system.long_calls import attended, told
 from staticllm.system.signal_stack import kept_signal_stack
+
+from ...engine.jobs import JobHost
+from ..encoder_files import EncoderFiles, read_encoder_files
+from ..encoder_job import OPTIONS, load_encoder
+from ..encoder_kind import EncoderChoices
+from ..queue.device_queue import DeviceQueue
+from ..queue.loads import LENGTH, load_of
+from ..queue.policies import Plain, Predicted, QueuePolicy, Windve, WindveQueued
+from ..queue.text_queue import TextQueue
+from ..windve.detector import Detection, UsedDevice, without_slow_cpu
+from ..windve.queue_depth import Estimate, Recalibration, read_estimates, write_estimates
+from .engine_instance import EngineInstance
+from .failures import HANG_SECONDS, DevicePool
+from .instances import EncoderInfo, Instance, LocalInstance
+from .measured_depths import MeasuredDepth, OnStage, measure_depths, regress
+from .pool_plan import PolicyName, PoolOptions, PoolPlan, plan_pool
+from .thread_driver import ThreadDriver
+from .worker_instance import WorkerInstance, WorkerSpec, can_start_workers
 
 _WITHOUT_EFFECT = OPTIONS - {"programs"}
 """Options of caches and blobs: the depths that a command without them measured are good for a pipeline with them."""

@@ -12,12 +12,13 @@ from typing import Any, Literal, get_args
 from staticllm.config import one_of, switch
 from staticllm.devices import PREFERRED, get_core, kind
 from staticllm.errors import ConfigError, shown
-from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
-from staticllm.pipelines.embedding.windve import detector
-from staticllm.pipelines.embedding.windve.affinity import instance_cores, read_topology, unsupported
-from staticllm.pipelines.embedding.windve.detector import Detection, UsedDevice
-from staticllm.pipelines.launch.genai_properties import plain_properties
 from staticllm.properties import DEVICE_PROPERTIES, as_number, properties_by_device, with_own
+
+from ...launch.genai_properties import plain_properties
+from ..encoder_kind import EncoderChoices
+from ..windve import detector
+from ..windve.affinity import instance_cores, read_topology, unsupported
+from ..windve.detector import Detection, UsedDevice
 
 PolicyName = Literal["plain", "predicted", "windve", "windve_q"]
 DEPTHS_NAME = "queue_depths.json"

@@ -13,17 +13,18 @@ from staticllm.config import is_whole, one_of
 from staticllm.core import OnProgress
 from staticllm.devices import DISTRIBUTING, get_core, is_present, named_devices
 from staticllm.errors import ConfigError, shown
-from staticllm.pipelines.embedding.encoder_files import EncoderFiles
-from staticllm.pipelines.embedding.encoder_job import LoadedEncoder, load_encoder
-from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
-from staticllm.pipelines.embedding.pool.instances import EncoderInfo
-from staticllm.pipelines.embedding.pool.pool_loader import load_pool
-from staticllm.pipelines.embedding.pool.pool_plan import PoolOptions, choices_by_device, needs_pool
-from staticllm.pipelines.embedding.queue.drivers import JobDriver, QueueDriver
-from staticllm.pipelines.embedding.text_tokenizer import Overflow
-from staticllm.pipelines.engine.job_engine import JobEngine
-from staticllm.pipelines.engine.jobs import JobHost, checked_host
 from staticllm.system.load_progress import LoadProgress
+
+from ...engine.job_engine import JobEngine
+from ...engine.jobs import JobHost, checked_host
+from ..encoder_files import EncoderFiles
+from ..encoder_job import LoadedEncoder, load_encoder
+from ..encoder_kind import EncoderChoices
+from ..queue.drivers import JobDriver, QueueDriver
+from ..text_tokenizer import Overflow
+from .instances import EncoderInfo
+from .pool_loader import load_pool
+from .pool_plan import PoolOptions, choices_by_device, needs_pool
 
 
 @dataclass(frozen=True)

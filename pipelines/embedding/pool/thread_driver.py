@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from functools import partial
 
 from staticllm.errors import PromptError, as_ours
-from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.pool.failures import DeviceBatch, DevicePool, PoolDevice
-from staticllm.pipelines.embedding.queue.device_queue import QueuedText
-from staticllm.pipelines.embedding.queue.drivers import QueueDriver, carry_out, hand_out, share_time
 from staticllm.system.threads import LazyThread, check_process, owned_device, start_thread
+
+from ..embedding_request import EmbeddingRequest
+from ..queue.device_queue import QueuedText
+from ..queue.drivers import QueueDriver, carry_out, hand_out, share_time
+from .failures import DeviceBatch, DevicePool, PoolDevice
 
 CLOSE_SECONDS = 10.0
 """The time that running batches have when the queue is closed."""

@@ -13,18 +13,19 @@ import numpy as np
 from staticllm.children.answers import error_of
 from staticllm.children.child import Child, ChildLostError, python_command
 from staticllm.errors import ConfigError, DeviceError
-from staticllm.pipelines.embedding.encoder_kind import EncoderChoices
-from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
-from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.pipelines.embedding.pool.instances import (
+from staticllm.wire.messages import Kind, Message
+
+from ..encoder_kind import EncoderChoices
+from ..packing.encoder_buffers import Vectors
+from ..packing.tokenized_text import TokenizedText
+from ..queue.loads import Costs
+from .instances import (
     MAX_TEXTS,
     EncoderInfo,
     WorkerLostError,
     decode_costs,
     encode_texts,
 )
-from staticllm.pipelines.embedding.queue.loads import Costs
-from staticllm.wire.messages import Kind, Message
 
 START_SECONDS = 600.0
 """The longest time that loading the model may take in a worker process."""

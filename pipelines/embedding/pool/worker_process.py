@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from staticllm.children.answers import failed
 from staticllm.children.child import take_pipes
 from staticllm.errors import as_ours
-from staticllm.pipelines.embedding.windve.affinity import bind_process
 from staticllm.wire.messages import Kind, Message, ProtocolError, read_message, write_message
 
+from ..windve.affinity import bind_process
+
 if TYPE_CHECKING:
-    from staticllm.pipelines.embedding.encoder_job import LoadedEncoder
-    from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
+    from ..encoder_job import LoadedEncoder
+    from ..encoder_runner import EncoderRunner
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
     except Exception as error:
         write_message(answers, failed(as_ours(error)))
         os._exit(1)  # the thread that reads would keep the interpreter from its end
-    from staticllm.pipelines.embedding.pool.instances import EncoderInfo, costs_of, encode_costs
+    from .instances import EncoderInfo, costs_of, encode_costs
 
     info = asdict(EncoderInfo.of(loaded))
     write_message(answers, Message(Kind.OK, body={"info": info, "costs": encode_costs(costs_of(loaded.runner))}))
@@ -60,8 +61,8 @@ def _read(questions: BinaryIO, messages: queue.SimpleQueue[Message]) -> None:
 
 def _load(spec: Mapping[str, Any]) -> LoadedEncoder:
     """Load the encoder. The import loads OpenVINO, which takes over the cores to which the process is bound by now."""
-    from staticllm.pipelines.embedding.encoder_job import load_encoder
-    from staticllm.pipelines.embedding.encoder_kind import EncoderChoices  # loads OpenVINO: after ``bind_process``
+    from ..encoder_job import load_encoder
+    from ..encoder_kind import EncoderChoices  # loads OpenVINO: after ``bind_process``
 
     choices = dict(spec["choices"])
     if choices["sizes"] is not None:
@@ -71,7 +72,7 @@ def _load(spec: Mapping[str, Any]) -> LoadedEncoder:
 
 
 def _answer(runner: EncoderRunner, message: Message) -> Message:
-    from staticllm.pipelines.embedding.pool.instances import costs_of, decode_texts, embed_texts, encode_costs
+    from .instances import costs_of, decode_texts, embed_texts, encode_costs
 
     try:
         vectors = embed_texts(runner, list(decode_texts(message.body, bytes(message.payload))))

@@ -10,11 +10,12 @@ from enum import Enum
 from itertools import islice
 
 from staticllm.errors import BusyError, PromptError
-from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.packing.chunks import ContinuedText
-from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.pipelines.embedding.queue.loads import NewLoad
-from staticllm.pipelines.scheduling.device_share import TimeCredit
+
+from ...scheduling.device_share import TimeCredit
+from ..embedding_request import EmbeddingRequest
+from ..packing.chunks import ContinuedText
+from ..packing.tokenized_text import TokenizedText
+from .loads import NewLoad
 
 QUERY, DOCUMENT = 1, 0
 """Priorities. Texts from ``QUERY`` on have the latency limit T; those below are bulk work, which runs when no query waits."""

@@ -12,17 +12,18 @@ import numpy as np
 
 from staticllm.core import EncoderVariant
 from staticllm.errors import ClosedError, NumericalError, as_ours, pipeline_closed
-from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
-from staticllm.pipelines.embedding.packing.encoder_buffers import Vectors
-from staticllm.pipelines.embedding.queue.device_queue import DeviceQueue, DeviceState, QueuedText
-from staticllm.pipelines.embedding.queue.loads import load_of
-from staticllm.pipelines.embedding.queue.planned_calls import BatchingDelay, CallPlanner, PlannedCall
-from staticllm.pipelines.embedding.queue.policies import OneDevice
-from staticllm.pipelines.embedding.queue.text_queue import RequestEnding, TextQueue
-from staticllm.pipelines.engine.jobs import new_source_id
-from staticllm.pipelines.scheduling.interface import JobView
 from staticllm.system.threads import run_uninterrupted, start_thread
+
+from ...engine.jobs import new_source_id
+from ...scheduling.interface import JobView
+from ..embedding_request import EmbeddingRequest
+from ..encoder_runner import EncoderRunner
+from ..packing.encoder_buffers import Vectors
+from .device_queue import DeviceQueue, DeviceState, QueuedText
+from .loads import load_of
+from .planned_calls import BatchingDelay, CallPlanner, PlannedCall
+from .policies import OneDevice
+from .text_queue import RequestEnding, TextQueue
 
 SLICE = 512
 """Texts that are admitted under one lock."""

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from staticllm.core import EncoderVariant
-from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.encoder_runner import EncoderRunner, calls_of
-from staticllm.pipelines.embedding.packing.chunks import ContinuedText
-from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
-from staticllm.pipelines.embedding.queue.device_queue import DeviceQueue, QueuedText
-from staticllm.pipelines.scheduling.device_share import TimeCredit
+
+from ...scheduling.device_share import TimeCredit
+from ..embedding_request import EmbeddingRequest
+from ..encoder_runner import EncoderRunner, calls_of
+from ..packing.chunks import ContinuedText
+from ..packing.tokenized_text import TokenizedText
+from .device_queue import DeviceQueue, QueuedText
 
 WINDOW = 512
 """The number of texts that are packed together. More would fill the calls hardly better."""

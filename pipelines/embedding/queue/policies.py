@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from staticllm.errors import ConfigError
-from staticllm.pipelines.embedding.queue.device_queue import QUERY, Busy, DeviceQueue, Query
+
+from .device_queue import QUERY, Busy, DeviceQueue, Query
 
 MARGIN, LEAST_MARGIN, MOST_MARGIN = 0.9, 0.5, 0.97
 """The share of the latency limit that ``Predicted`` fills; the rest is for errors of the predicted costs."""

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from staticllm.errors import BusyError, DeviceError, PromptError, StaticLLMError
-from staticllm.pipelines.embedding.embedding_request import EmbeddingRequest
-from staticllm.pipelines.embedding.queue.device_queue import DOCUMENT, Busy, DeviceQueue, Health, Query, QueuedText
-from staticllm.pipelines.embedding.queue.policies import QueuePolicy
+
+from ..embedding_request import EmbeddingRequest
+from .device_queue import DOCUMENT, Busy, DeviceQueue, Health, Query, QueuedText
+from .policies import QueuePolicy
 
 REST_SECONDS = 30.0
 """A worker process that ended too often is started again after this time."""

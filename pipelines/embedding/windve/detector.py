@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from staticllm.devices import DISTRIBUTING, kind
 from staticllm.errors import ConfigError, DeviceError, shown
-from staticllm.pipelines.embedding.windve.affinity import parse_list
+
+from .affinity import parse_list
 
 ORDER = ("NPU", "GPU", "CPU")
 """Kinds of devices, the preferred first. Other kinds are used only if they are named."""

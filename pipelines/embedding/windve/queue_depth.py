@@ -14,10 +14,11 @@ import numpy as np
 from msgspec import Meta
 
 from staticllm.errors import ConfigError
-from staticllm.pipelines.costs.model import NEW_SHARE, averaged, nonnegative_least_squares
-from staticllm.pipelines.embedding.queue.loads import Line
 from staticllm.system.files import read_regular, write_whole
 from staticllm.system.typed import json_of, typed
+
+from ...costs.model import NEW_SHARE, averaged, nonnegative_least_squares
+from ..queue.loads import Line
 
 NUM_LEVELS, NUM_REPEATS = 5, 5
 """Concurrencies that are profiled, and runs at each of them. The paper says "a limited number" of runs."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from staticllm.core import FinishReason
 from staticllm.errors import PromptError
-from staticllm.kvcache.sequence import PLAIN, Conditions
-from staticllm.pipelines.engine.client_sequences.state import (
+
+from ....kvcache.sequence import PLAIN, Conditions
+from ..serving import Serving
+from .state import (
     BeamState,
     ClientState,
     FeedOrder,
@@ -19,9 +19,6 @@ from staticllm.pipelines.engine.client_sequences.state import (
     closed_error,
 )
 
-if TYPE_CHECKING:
-    from staticllm.pipelines.engine.engine_core import EngineCore
-
 
 class Feeds:
     """The client sequences of a core. Runs on the engine's thread.
@@ -30,8 +27,8 @@ class Feeds:
         is_holding: Whether new feeds wait until another runner was installed; only ``hold`` and ``release`` change it.
     """
 
-    def __init__(self, core: EngineCore) -> None:
-        self._core: EngineCore = weakref.proxy(core)  # a cycle would keep a dropped engine until the collector runs
+    def __init__(self, serving: Serving) -> None:
+        self._serving = serving
         self.is_holding = False
         self._held: list[tuple[ClientState, FeedOrder]] = []
         self._running: dict[int, ClientState] = {}  # the sequences with a feed in progress
@@ -45,18 +42,18 @@ class Feeds:
         return self._opened(BeamState, priority, conditions, owner)
 
     def _opened(self, kind: type[State], priority: int, conditions: Conditions, owner: int) -> State:
-        state = kind(self._core.vocab_size, priority, None, conditions, owner, self._core.clock)
-        self._core.device.kv_manager.idle.add(state)
+        state = kind(self._serving.vocab_size, priority, None, conditions, owner, self._serving.clock)
+        self._serving.device.kv_manager.idle.add(state)
         return state
 
     def fork(self, source: State) -> State:
         """Return another sequence with the tokens and slots of ``source``, which is idle."""
-        return self._core.device.kv_manager.idle.fork(source)
+        return self._serving.device.kv_manager.idle.fork(source)
 
     def feed(self, state: ClientState, order: FeedOrder) -> None:
         """Begin a feed of an idle sequence; steps serve it from now on. One that can never run ends with an error."""
         length = len(state.tokens) + len(order.tokens)
-        limit = self._core.device.options.max_seq_len
+        limit = self._serving.device.options.max_seq_len
         if length > limit:
             error = PromptError(
                 f"a sequence of {length} tokens, it can have MAX_PROMPT_LEN + MIN_RESPONSE_LEN = {limit}: begin a new one, "
@@ -71,26 +68,26 @@ class Feeds:
             self._held.append((state, order))
             return
         state.begin(order)
-        self._core.requests[state.id] = FeedRequest(state, self._end)
+        self._serving.requests[state.id] = FeedRequest(state, self._end)
         self._running[state.id] = state
-        self._core.device.kv_manager.come_back(state)
+        self._serving.device.kv_manager.come_back(state)
         if state.is_suspect:
-            self._core.device.quarantine.add(state.id)
+            self._serving.device.quarantine.add(state.id)
 
     def complete(self, id: int) -> None:
         """Let a sequence be idle whose feed has run. Only a beam's result is handed over at once; its search may go on or end."""
         state = self._running.pop(id)
-        self._core.device.kv_manager.leave(state)
-        del self._core.requests[state.id]
+        self._serving.device.kv_manager.leave(state)
+        del self._serving.requests[state.id]
         if not state.can_wait:
             state.post()
-        if state.is_closed and state in self._core.device.kv_manager.idle:  # the search ended while the call ran
-            self._core.device.kv_manager.idle.close(state, is_reusable=False)
+        if state.is_closed and state in self._serving.device.kv_manager.idle:  # the search ended while the call ran
+            self._serving.device.kv_manager.idle.close(state, is_reusable=False)
 
     def _end(self, state: ClientState) -> None:
         """Let a sequence be idle whose feed ends without a result, unless it is closed."""
         if self._running.pop(state.id, None) is not None and not state.is_closed:
-            self._core.device.kv_manager.idle.add(state)
+            self._serving.device.kv_manager.idle.add(state)
 
     def hold(self) -> None:
         """Let new feeds wait, those of beams excepted."""
@@ -127,15 +124,15 @@ class Feeds:
         Its slots stay cached for other requests if that ``is_reusable``.
         """
         state.is_closed = True
-        if state in self._core.device.kv_manager.idle:
-            self._core.device.kv_manager.idle.close(state, is_reusable)
+        if state in self._serving.device.kv_manager.idle:
+            self._serving.device.kv_manager.idle.close(state, is_reusable)
             if state.is_recorded:
-                self._core.profiler.record(state.record(FinishReason.STOP))
-        elif state.id in self._core.requests:
-            self._core.requests[state.id].cancel()
+                self._serving.profiler.record(state.record(FinishReason.STOP))
+        elif state.id in self._serving.requests:
+            self._serving.requests[state.id].cancel()
 
     def forget(self, state: ClientState) -> None:
         """Close a sequence whose slots are gone, in any state that an exception left."""
         state.is_closed = True
-        if state in self._core.device.kv_manager.idle:
-            self._core.device.kv_manager.idle.remove(state)
+        if state in self._serving.device.kv_manager.idle:
+            self._serving.device.kv_manager.idle.remove(state)

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from staticllm.errors import BusyError, ClosedError, PromptError, as_ours
-from staticllm.pipelines.engine.client_sequences.state import ClientState, FeedOrder, FeedResult, Wanted
-from staticllm.pipelines.engine.engine_core import EngineCore
+
+from ..engine_core import EngineCore
+from .state import ClientState, FeedOrder, FeedResult, Wanted
 
 
 class EngineThread(Protocol):

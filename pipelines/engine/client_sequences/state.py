@@ -11,16 +11,17 @@ import numpy as np
 
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import ClosedError, StaticLLMError
-from staticllm.kvcache.sequence import PLAIN, Conditions
-from staticllm.pipelines.costs.model import SMOOTHING, averaged
-from staticllm.pipelines.engine.request import new_id
-from staticllm.pipelines.engine.sequence import ActiveRequest, Outcome, SequenceState
-from staticllm.pipelines.generation.beam_search import BeamMask
-from staticllm.pipelines.generation.filters import Logits
-from staticllm.pipelines.profiling.records import RequestProgress, RequestRecord
-from staticllm.pipelines.programs.model_runner import SegmentResult
-from staticllm.pipelines.scheduling.interface import IdleView
-from staticllm.pipelines.scheduling.request_table import RequestInfo
+
+from ....kvcache.sequence import PLAIN, Conditions
+from ...costs.model import SMOOTHING, averaged
+from ...generation.beam_search import BeamMask
+from ...generation.filters import Logits
+from ...profiling.records import RequestProgress, RequestRecord
+from ...programs.model_runner import SegmentResult
+from ...scheduling.interface import IdleView
+from ...scheduling.request_table import RequestInfo
+from ..request import new_id
+from ..sequence import ActiveRequest, Outcome, SequenceState
 
 Wanted = Literal["last", "all"]
 """After which of its tokens a feed gets logits."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import zip_longest
 
-from staticllm.pipelines.engine.state import AnswerState
-from staticllm.pipelines.generation.drafts import Draft
-from staticllm.pipelines.generation.filters import Logits
-from staticllm.pipelines.generation.sampler import Choice
+from ...generation.drafts import Draft
+from ...generation.filters import Logits
+from ...generation.sampler import Choice
+from ..state import AnswerState
 
 
 class DraftCheck:

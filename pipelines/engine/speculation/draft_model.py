@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from staticllm.kvcache.sequence import KVSequence, common_prefix
-from staticllm.kvcache.step import Segment
-from staticllm.pipelines.costs.probe import timed_run
-from staticllm.pipelines.engine.state import AnswerState
-from staticllm.pipelines.generation.drafts import NO_DRAFT, Draft
-from staticllm.pipelines.generation.filters import Logits
-from staticllm.pipelines.programs.model_runner import ModelRunner
+from ....kvcache.sequence import KVSequence, common_prefix
+from ....kvcache.step import Segment
+from ...costs.probe import timed_run
+from ...generation.drafts import NO_DRAFT, Draft
+from ...generation.filters import Logits
+from ...programs.model_runner import ModelRunner
+from ..state import AnswerState
 
 KIND = "model"
 """The kind of the drafts of a draft model."""

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from staticllm.core import Variant
-from staticllm.pipelines.costs.model import averaged
-from staticllm.pipelines.engine.speculation.draft_model import KIND, DraftModel
-from staticllm.pipelines.engine.state import AnswerState
-from staticllm.pipelines.generation.drafts import NO_DRAFT, AcceptanceRates, AnswerDrafts, Draft
-from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.programs.variant_index import VariantIndex
+
+from ...costs.model import averaged
+from ...generation.drafts import NO_DRAFT, AcceptanceRates, AnswerDrafts, Draft
+from ...programs.model_runner import ModelRunner
+from ...programs.variant_index import VariantIndex
+from ..state import AnswerState
+from .draft_model import KIND, DraftModel
 
 ALLOWANCE = 0.01
 """Credit per decode step, in decode steps: the share of the decode time that drafts may lose."""

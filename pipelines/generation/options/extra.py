@@ -11,7 +11,8 @@ import openvino_genai as genai
 
 from staticllm.config import whole
 from staticllm.errors import GenerationConfigError, shown
-from staticllm.pipelines.generation.options.table import OPTIONS, SAMPLING, TokenSequences
+
+from .table import OPTIONS, SAMPLING, TokenSequences
 
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 """The breakers of llamacpp."""

@@ -18,13 +18,14 @@ import openvino_genai as genai
 from staticllm.adapters.adapter_set import AdapterUse
 from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError, shown
-from staticllm.pipelines.generation.beam_search import BeamParams, StopCriteria
-from staticllm.pipelines.generation.drafts import DraftParams
-from staticllm.pipelines.generation.genai_adapters import adapter_uses
-from staticllm.pipelines.generation.options.extra import EXTRA_NAMES, ExtraOptions, check_characters, extra_options
-from staticllm.pipelines.generation.options.table import OPTIONS, SAMPLING, UNLIMITED, Option, SamplingParams
-from staticllm.pipelines.grammars.grammar import Grammar
-from staticllm.pipelines.grammars.requested import CONFIG, KEYWORDS, requested_grammar
+
+from ...grammars.grammar import Grammar
+from ...grammars.requested import CONFIG, KEYWORDS, requested_grammar
+from ..beam_search import BeamParams, StopCriteria
+from ..drafts import DraftParams
+from ..genai_adapters import adapter_uses
+from .extra import EXTRA_NAMES, ExtraOptions, check_characters, extra_options
+from .table import OPTIONS, SAMPLING, UNLIMITED, Option, SamplingParams
 
 NAMES = tuple(
     name

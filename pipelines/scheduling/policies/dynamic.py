@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from staticllm.pipelines.scheduling.between_blocks import inserted_seconds
-from staticllm.pipelines.scheduling.interface import Plan, RequestView, View
-from staticllm.pipelines.scheduling.plans import (
+from ..between_blocks import inserted_seconds
+from ..interface import Plan, RequestView, View
+from ..plans import (
     admissible_prompts,
     chunk_of,
     decode_plan,
@@ -22,7 +22,7 @@ from staticllm.pipelines.scheduling.plans import (
     to_swap_in,
     with_prefill,
 )
-from staticllm.pipelines.scheduling.time_slices import TimeSlices, by_wait
+from ..time_slices import TimeSlices, by_wait
 
 CROWDED_GAP = 2
 """Factor on the token bound while at least two prompts wait, and at least as many as requests decode."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from staticllm.pipelines.scheduling.interface import Plan, View
-from staticllm.pipelines.scheduling.plans import (
+from ..interface import Plan, View
+from ..plans import (
     admissible_prompts,
     chunk_of,
     decode_plan,

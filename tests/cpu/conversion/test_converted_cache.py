@@ -294,9 +294,7 @@ def test_a_start_waits_for_the_child_of_a_killed_process(contents, tmp_path, cac
     lock = folder.with_name(f"{folder.name}.child.lock")
     order = []
     acquire = module.acquire
-    monkeypatch.setattr(
-        module, "acquire", lambda path, seconds: (lease := acquire(path, seconds), order.append(path.name))[0]
-    )
+    monkeypatch.setattr(module, "acquire", lambda path, seconds: [acquire(path, seconds), order.append(path.name)][0])
     run = module._run_child
     monkeypatch.setattr(module, "_run_child", lambda *given: (order.append(given[2].name), run(*given)))
     code = f"import sys; sys.path[:] = {sys.path!r}; from pathlib import Path; from staticllm.system.file_lock import acquire\n"

@@ -75,19 +75,16 @@ def room_of(module):
     return ".".join(parts)
 
 
-def imports_of(path):
+def imports_of(root, path):
+    """Yield the number of dots and the full name of each module that a file imports."""
+    package = module_of(root, path.parent / "__init__.py").split(".")
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from ((0, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            if node.level:
-                folders = path.parent.parts[-1 - path.parent.parts[::-1].index("staticllm") :]
-                assert len(folders) > 1, f"{path}: relative import"
-                assert folders[1] in INJECTED, f"{path}: relative import"
-                base = folders[: len(folders) - node.level + 1]
-                yield ".".join((*base, node.module) if node.module else base)
-            else:
-                yield node.module
+            base = package[: len(package) - node.level + 1] if node.level else []
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            yield from ((node.level, ".".join([*base, name])) for name in names)
 
 
 def test_the_top_level_has_only_known_names(root):
@@ -105,11 +102,25 @@ def test_the_package_list_matches_the_disk(root):
         assert (root / folder / "__init__.py").is_file(), package
 
 
-def test_imports_are_absolute_and_follow_the_import_order(root):
+def test_a_path_says_where_a_name_lives(root):
+    """Inside the three mapped folders an import has dots, which count on the disk as in the package; else its full name."""
+    for path in sources(root):
+        me = module_of(root, path)
+        is_mapped = path.relative_to(root).parts[0] != "staticllm"
+        for dots, name in imports_of(root, path):
+            head, *rest = name.split(".")
+            if head != "staticllm" or not rest:
+                assert not dots, f"{me} imports {name} with dots, which is not there on the disk"
+                continue
+            is_near = rest[0] in ROOMS if is_mapped else rest[0] in INJECTED and me.split(".")[1] in INJECTED
+            assert bool(dots) == is_near, f"{me} imports {name} {'with' if dots else 'without'} dots"
+
+
+def test_imports_follow_the_import_order(root):
     bare = set(ROOMS) - {"staticllm"}
     for path in sources(root):
         me = module_of(root, path)
-        for name in imports_of(path):
+        for _, name in imports_of(root, path):
             assert name.split(".")[0] not in bare, f"{me} imports the bare name {name}"
             if not name.startswith("staticllm.") or me == "staticllm":
                 continue
@@ -119,24 +130,19 @@ def test_imports_are_absolute_and_follow_the_import_order(root):
 
 
 def needed_by(root, path, modules):
-    """Return the files that a file imports, at once or in a function, other than for the types alone."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for_types = [
-        node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
-    skipped = {id(inner) for node in for_types for statement in node.body for inner in ast.walk(statement)}
+    """Return the files that a file imports: at once, in a function, or for the types alone."""
     found = set()
-    for node in ast.walk(tree):
-        if id(node) in skipped or not isinstance(node, (ast.Import, ast.ImportFrom)):
-            continue
+    package = module_of(root, path.parent / "__init__.py").split(".")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = {alias.name for alias in node.names}
-        else:
-            base = node.module or ""
-            if node.level:
-                folder = module_of(root, path.parent / "__init__.py").split(".")
-                base = ".".join([*folder[: len(folder) - node.level + 1], *([base] if base else [])])
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(
+                [*package[: len(package) - node.level + 1] * bool(node.level), *filter(None, [node.module])]
+            )
             names = {f"{base}.{alias.name}" if f"{base}.{alias.name}" in modules else base for alias in node.names}
+        else:
+            continue
         found |= names & modules.keys()
     return found - {module_of(root, path)}
 
@@ -167,7 +173,7 @@ def circles_of(graph):
 
 
 def test_no_files_import_each_other_in_a_circle(root):
-    """Imports in functions count: they hide a circle, and do not open it."""
+    """Imports in functions and those of types count: they hide a circle, and do not open it."""
     modules = {module_of(root, path): path for path in sources(root)}
     found = circles_of({module: needed_by(root, path, modules) for module, path in modules.items()})
     assert not found, [sorted(circle) for circle in found]
@@ -188,7 +194,7 @@ def test_injected_packages_import_only_each_other_and_openvino(root):
                     assert node.module.split(".")[0] in known, f"{path} imports {node.module}"
                 elif isinstance(node, ast.Import):
                     assert {alias.name.split(".")[0] for alias in node.names} <= known, path
-            relative = {name.split(".")[1] for name in imports_of(path) if name.startswith("staticllm.")}
+            relative = {name.split(".")[1] for _, name in imports_of(root, path) if name.startswith("staticllm.")}
             assert relative <= set(INJECTED[: INJECTED.index(room) + 1]), f"{path} imports {relative}"
 
 

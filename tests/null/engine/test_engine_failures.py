@@ -147,7 +147,7 @@ def test_a_failure_while_a_request_is_admitted_loses_no_other_request(monkeypatc
     assert_empty(engine)
 
 
-@pytest.mark.parametrize("place", ["_report", "feeds.end_held", "device.kv_manager.clear"])
+@pytest.mark.parametrize("place", ["serving.report", "feeds.end_held", "device.kv_manager.clear"])
 def test_no_reader_waits_if_ending_everything_fails_too(monkeypatch, place):
     engine = fake_engine(make_policy("dynamic"), starts_thread=False)
     first, second = fake_request([1, 2, 3], 50), fake_request([4, 5], 50)
@@ -161,7 +161,7 @@ def test_no_reader_waits_if_ending_everything_fails_too(monkeypatch, place):
     *owner, name = place.split(".")
     with monkeypatch.context() as patch:
         patch.setattr(engine._core, "_execute", fail)
-        patch.setattr(attrgetter(".".join(owner))(engine._core) if owner else engine._core, name, fail)
+        patch.setattr(attrgetter(".".join(owner))(engine._core), name, fail)
         engine.step()
     assert {str(outputs_of(request)[-1].reason) for request in (first, second)} == {"error"}
     third = fake_request([1, 2, 3], 5)

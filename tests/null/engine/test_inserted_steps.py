@@ -191,10 +191,10 @@ def test_only_calls_with_prompts_and_without_drafts_make_way():
     before = beside.decoding[0].num_generated
     run_until(beside.engine, lambda: beside.decoding[0].num_generated >= before + 3)
     assert not beside.policy.calls, "a decode step does not wait for another one"
-    between = beside.engine._core._inserted.between
-    assert between(SimpleNamespace(has_prompts=True, checks=())) is not None
-    assert between(SimpleNamespace(has_prompts=True, checks=(1,))) is None
-    assert between(SimpleNamespace(has_prompts=False, checks=())) is None
+    inserted, run = beside.engine._core.calls.inserted, pytest.fail
+    assert inserted.between(SimpleNamespace(has_prompts=True, checks=()), run) is not None
+    assert inserted.between(SimpleNamespace(has_prompts=True, checks=(1,)), run) is None
+    assert inserted.between(SimpleNamespace(has_prompts=False, checks=()), run) is None
     beside.engine.enqueue([beside.late])
     beside.check()
 
@@ -312,13 +312,13 @@ def test_a_call_that_fails_after_inserted_steps_ends_only_its_own_request():
 
 def test_an_interrupt_between_two_blocks_ends_all_requests_and_leaks_nothing(monkeypatch):
     beside = Beside()
-    core = beside.engine._core
+    calls = beside.engine._core.calls
 
     def interrupt(batch):
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(core, "run_inserted", interrupt)
+    monkeypatch.setattr(calls, "_run_inserted", interrupt)
     beside.policy.is_on = True
     beside.engine.enqueue([beside.late])
     beside.engine.step()

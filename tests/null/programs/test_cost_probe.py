@@ -425,7 +425,7 @@ def test_the_engine_measures_when_it_rests_and_stops_for_a_request(monkeypatch):
     monkeypatch.setattr(cost_probe, "IDLE_SECONDS", 0.01)
     engine = fake_engine(make_policy("fcfs"))
     core = engine._core
-    core.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
+    core.serving.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
     has_begun, may_go_on = threading.Event(), threading.Event()
 
     def measure_next(is_needed):
@@ -451,7 +451,7 @@ def test_beside_other_work_a_tenth_of_the_time_is_measured(monkeypatch, others, 
     monkeypatch.setattr(cost_probe, "IDLE_SECONDS", 0.01)
     engine = fake_engine(make_policy("fcfs"))
     core = engine._core
-    core.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
+    core.serving.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
     monkeypatch.setattr(engine._rests.use, "share", lambda with_own: others)
     times, is_done = [], threading.Event()
 
@@ -543,7 +543,7 @@ def test_costs_that_somebody_waits_for_are_measured_without_a_rest(monkeypatch):
     monkeypatch.setattr(cost_probe, "SERIES_SECONDS", 0.02)
     engine = fake_engine(make_policy("fcfs"))
     core = engine._core
-    core.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
+    core.serving.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
     engine._rests.use = ScriptedUse(1.0, 0.0)
     is_done, begun = threading.Event(), []
 
@@ -566,7 +566,7 @@ def measuring_engine(monkeypatch, share, measure_next):
     monkeypatch.setattr(cost_probe, "IDLE_SECONDS", 0.01)
     engine = fake_engine(make_policy("fcfs"))
     core = engine._core
-    core.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
+    core.serving.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
     engine._rests.use = ScriptedUse(share, 0.0)
     monkeypatch.setattr(core, "measure_next", measure_next)
     engine.submit_state(fake_request([1, 2, 3], 2))

@@ -1,0 +1,85 @@
+"""What the parts of an engine core share: the requests that it serves, the state of its device, and how a sequence ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from staticllm.core import Clock, FinishReason
+
+from ..profiling.stats import Profiler
+from ..programs.model_runner import ModelRunner
+from ..scheduling.interface import Device, Policy, View
+from ..scheduling.planner import Planner
+from .device_state import device_state
+from .jobs import JobSources
+from .options import EngineOptions
+from .sequence import ActiveRequest, SequenceState
+from .state import AnswerState
+
+
+class Serving:
+    """The requests of one device, and what serves them. One thread at a time.
+
+    Attributes:
+        clock: The clock of all moments, also of the requests and of the runner.
+        requests: The requests that were admitted and have not ended, by id.
+        jobs: The calls of other models.
+        device: What belongs to one runner; only ``install`` replaces it.
+        preempted: The ids of the requests that lost their slots since the last call.
+        unposted: The sequences for which tokens were chosen that are not posted yet.
+    """
+
+    def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions, clock: Clock) -> None:
+        self.clock = clock
+        self.profiler = Profiler()
+        self.requests: dict[int, ActiveRequest] = {}
+        self.jobs = JobSources()
+        self.device = device_state(runner, options, clock)
+        self.planner = Planner(policy, options.waits_for_batch)
+        self.preempted: list[int] = []
+        self.unposted: list[SequenceState] = []
+
+    def install(self, runner: ModelRunner, options: EngineOptions) -> None:
+        """Install a runner, with an empty request table and an empty KV cache. No request may be left."""
+        assert not self.requests
+        self.device = self.device.replaced(runner, options, self.clock)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of token ids of the model."""
+        return self.device.runner.cache.layout.vocab_size
+
+    def view(self) -> View:
+        """Return the engine's state as a policy receives it."""
+        runner = self.device.runner
+        manager = self.device.kv_manager
+        manager.count_own_slots()
+        high_slot = runner.cache.slots.high_slot
+        leaving_slots = manager.prefix.leaving_slots
+        device = Device(
+            runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds, leaving_slots, runner.num_blocks,
+            runner.costs.overrun,
+        )  # fmt: skip
+        view = self.device.table.view(self.clock(), manager.free_slots, manager.host_pool.free_slots, device)
+        jobs = self.jobs.views(self.planner.longest_job(view)) if self.jobs.has_jobs else ()
+        return replace(view, jobs=jobs, idle=manager.idle.views) if jobs or len(manager.idle) else view
+
+    def end(
+        self, state: SequenceState, reason: FinishReason, error: Exception | None = None, is_trusted: bool = True
+    ) -> None:
+        """End an answer; its slots are kept for their prefix if they can be trusted."""
+        if is_trusted:
+            self.device.kv_manager.free(state)
+        else:
+            self.device.kv_manager.discard(state)
+        self.device.quarantine.discard(state.id)
+        self.report(state, reason, error)
+
+    def report(self, state: SequenceState, reason: FinishReason, error: Exception | None = None) -> None:
+        """Record the end of a sequence without slots, and tell its request."""
+        if state.is_recorded:
+            self.profiler.record(state.record(reason))
+        if isinstance(state, AnswerState) and state.drafts is not None:
+            self.device.draft_planner.forget(state.id)
+        if self.requests[state.request_id].finish(state, reason, error):
+            del self.requests[state.request_id]
