@@ -84,8 +84,8 @@ def _values_of_positions(graph: StepGraph) -> list[ov.Output]:
         sources = {value.get_node().get_instance_id() for value in node.input_values()}
         if node.get_type_name() != "ShapeOf" and not sources.isdisjoint(dependent):
             dependent.add(node.get_instance_id())
-    sources = (port.get_source_output() for port in control.boundaries)
-    found = {key_of(value): value for value in sources if value.get_node().get_instance_id() in dependent}
+    boundaries = (port.get_source_output() for port in control.boundaries)
+    found = {key_of(value): value for value in boundaries if value.get_node().get_instance_id() in dependent}
     return list(found.values())
 
 
