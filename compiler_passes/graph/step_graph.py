@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import openvino as ov
+from numpy.typing import NDArray
 from openvino import opset13 as ops
 
 from staticllm.core import AdaptedGroup, AdapterType, KVState, MaskKind, RecurrentState
+from staticllm.devices import get_core
 from staticllm.ports import Port, Sizes
 
 _COMPRESSED = ("u8", "i8", "u4", "i4")
@@ -104,6 +108,33 @@ def part_of(outputs: Iterable[ov.Output], parameters: Sequence[ov.Node]) -> ov.M
     """Return a model that computes these outputs of a graph from its ``parameters``; it shares their nodes."""
     results = [ops.result(output) for output in outputs]
     return ov.Model(results, list(parameters))  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
+
+
+_PLAIN = ("f32", "f64", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "boolean")
+"""The types that are computed as they are. What has others is compiled, because a plugin computes it in f32."""
+
+
+def evaluated(part: ov.Model, feeds: Sequence[NDArray[np.generic]] = ()) -> list[NDArray[Any]]:
+    """Return the outputs of a small part of a graph in f32: as constants are folded, which is much faster than compiling it.
+
+    A part with sizes that are not known is compiled: the library's evaluation of such parts corrupts memory.
+    """
+    nodes = part.get_ordered_ops()
+    types = {
+        output.get_element_type().get_type_name()
+        for node in nodes
+        if node.get_type_name() != "Constant"
+        for output in node.outputs()
+    }
+    if types <= set(_PLAIN) and all(
+        output.get_partial_shape().is_static for node in nodes for output in node.outputs()
+    ):
+        found = [ov.Tensor(output.get_element_type(), output.get_shape()) for output in part.outputs]
+        with suppress(RuntimeError):  # an operation that cannot be folded
+            if part.evaluate(found, [ov.Tensor(np.ascontiguousarray(feed)) for feed in feeds]):
+                return [tensor.data.copy() for tensor in found]
+    program = get_core().compile_model(part, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return [value.copy() for value in program(list(feeds)).values()]
 
 
 def sized(shape: ov.PartialShape, contract: Port, sizes: Sizes) -> ov.PartialShape:

@@ -15,11 +15,10 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import ATTENTION_MASK, INPUT_IDS, POSITION_IDS, CallSizes, Port, find_port
 
-from ..graph.step_graph import StepGraph, consumers, is_live, part_of, redirect, sized, upstream
+from ..graph.step_graph import StepGraph, consumers, evaluated, is_live, part_of, redirect, sized, upstream
 
 STAGE = "expose_positions"
 NEWS = (7, 11, 13)
@@ -197,9 +196,8 @@ def _feed(node: ov.Node, constant: ov.Node) -> int:
 def _values(nodes: list[ov.Node], wanted: list[int]) -> Values:
     if not wanted:
         return {}
-    model = part_of((nodes[index].output(0) for index in wanted), ())
-    values = get_core().compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})()
-    return dict(zip(wanted, values.values(), strict=True))
+    values = evaluated(part_of((nodes[index].output(0) for index in wanted), ()))
+    return dict(zip(wanted, values, strict=True))
 
 
 def probe_shape(port: ov.Output, past: int, new: int) -> ov.PartialShape:

@@ -15,12 +15,11 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import INPUT_IDS, POSITION_IDS, ROPE_FACTORS
 
 from ..graph.control_values import close, divide, key_of
-from ..graph.step_graph import StepGraph, part_of, redirect, upstream
+from ..graph.step_graph import StepGraph, evaluated, part_of, redirect, upstream
 from .expose_positions import probe_shape
 
 STAGE = "prove_rows"
@@ -131,9 +130,7 @@ def _evaluate(model: ov.Model, values: Sequence[ov.Output], call: _Call) -> list
     wanted = [nodes[places[value.get_node().get_instance_id()]].output(value.get_index()) for value in values]
     needed = {node.get_instance_id() for node in upstream([value.get_node() for value in wanted])}
     parameters = [node for node in copy.get_parameters() if node.get_instance_id() in needed]
-    program = get_core().compile_model(part_of(wanted, parameters), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    feeds = [_feed(parameter, call) for parameter in parameters]
-    return [value.copy() for value in program(feeds).values()]
+    return evaluated(part_of(wanted, parameters), [_feed(parameter, call) for parameter in parameters])
 
 
 def _feed(parameter: ov.Node, call: _Call) -> NDArray[np.generic]:
