@@ -89,9 +89,9 @@ def command(
         raise click.UsageError("--api-key goes with --server")
     if options["profile"] is not None:
         check_output(options["profile"])
+    pipe = _load(directory, options)
     if given.model is None:
         click.echo(DEMO_ANSWERS, err=True)
-    pipe = _load(directory, options)
     with profiling(pipe, options["profile"]):
         _respond(LocalBackend(pipe, generation_of(options)), prompt, options)
 
