@@ -21,6 +21,7 @@ FOLDERS = {"staticllm": "", "compiler_passes": "compiler_passes", "kvcache": "kv
 MAX_FUNCTION_LINES, MAX_LONG_SHARE = 50, 0.03
 GENERATED = (
     "docs/errors.md",
+    "docs/structure.md",
     "docs/scheduling.md",
     "docs/lab/papers.md",
     "docs/lab/scheduling.md",

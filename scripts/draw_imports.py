@@ -1,0 +1,114 @@
+"""Draws the house from its imports, read as text: floors of folders and the arrows between them, as ``docs/structure.md`` shows.
+
+python scripts/draw_imports.py
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Mapping
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+MAPPED = ("compiler_passes", "kvcache", "pipelines")
+"""The folders beside ``staticllm/`` that install as ``staticllm.NAME``."""
+ONE_ROOM = ("compiler_passes", "kvcache")
+"""The folders whose own files are one room."""
+DOOR = "staticllm"
+"""The room of ``staticllm/__init__.py``, which only names what others hold. Nothing below it may need it."""
+Graph = dict[str, set[str]]
+
+
+def files() -> dict[str, Path]:
+    """Return each file of the library by its place on the disk, such as ``pipelines/engine/engine``."""
+    found = sorted(path for folder in (DOOR, *MAPPED) for path in (ROOT / folder).rglob("*.py"))
+    return {path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("/__init__"): path for path in found}
+
+
+def imports(path: Path, known: Collection[str]) -> Iterator[str]:
+    """Yield the places that a file names: dots count folders on the disk, ``staticllm.NAME`` is a place below ``staticllm/``."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (_place(alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            folder = path.parents[node.level - 1].relative_to(ROOT).as_posix() if node.level else ""
+            base = "/".join(part for part in (folder.removeprefix("."), _place(node.module or "", node.level)) if part)
+            inside = (f"{base}/{alias.name}".removeprefix("/") for alias in node.names)
+            yield from (place if place in known else base for place in inside)
+
+
+def _place(module: str, level: int = 0) -> str:
+    """Return a place of a module's name. From ``staticllm/`` the mapped folders are named as they install."""
+    parts = module.split(".")
+    mapped = not level and parts[0] == DOOR and len(parts) > 1 and parts[1] in MAPPED
+    return "/".join(parts[1:] if mapped else parts)
+
+
+def graph_of_files() -> Graph:
+    """Return which files need which, at once, in a function or for types."""
+    known = files()
+    return {
+        place: {name for name in imports(path, known) if name in known and name != place}
+        for place, path in known.items()
+    }
+
+
+def room_of(place: str) -> str:
+    """Return the folder to which a place belongs, or the file itself if it stands beside folders of other rooms."""
+    room = "/".join(place.split("/")[:2])
+    top = room.split("/")[0]
+    return top if top in ONE_ROOM and not (ROOT / room).is_dir() else room
+
+
+def graph_of_rooms(needs: Graph) -> Graph:
+    """Return which rooms need which. The door of ``staticllm`` is left out."""
+    found: Graph = {}
+    for place, others in needs.items():
+        room = room_of(place)
+        if room in (DOOR, "pipelines"):
+            continue
+        below = {room_of(other) for other in others} - {room, DOOR, "pipelines"}
+        found.setdefault(room, set()).update(below)
+    return found
+
+
+def floors(rooms: Graph) -> dict[str, int]:
+    """Return the floor of each room: one above the highest that it needs. Raises ``CycleError`` (rooms in a circle)."""
+    found: dict[str, int] = {}
+    for room in TopologicalSorter(rooms).static_order():
+        found[room] = 1 + max((found[other] for other in rooms.get(room, ())), default=0)
+    return found
+
+
+def direct(room: str, rooms: Mapping[str, set[str]]) -> list[str]:
+    """Return the rooms that a room needs and that no other of them needs, so that the drawing has few arrows."""
+    reached: dict[str, set[str]] = {}
+
+    def below(other: str) -> set[str]:
+        if other not in reached:
+            reached[other] = set().union(*({each} | below(each) for each in rooms.get(other, ())))
+        return reached[other]
+
+    return sorted(each for each in rooms[room] if not any(each in below(other) for other in rooms[room]))
+
+
+def drawing() -> str:
+    """Return the floors from the top to the bottom, as text."""
+    needs = graph_of_files()
+    list(TopologicalSorter(needs).static_order())  # raises for a circle of files
+    rooms = graph_of_rooms(needs)
+    height = floors(rooms)
+    arrows = sum(map(len, rooms.values()))
+    lines = [
+        f"{len(needs)} files in {len(rooms)} rooms on {max(height.values())} floors; {arrows} arrows, none of them up",
+        "",
+    ]
+    for floor in range(max(height.values()), 0, -1):
+        for room in sorted(name for name, at in height.items() if at == floor):
+            lines.append(f"{floor:2}  {room:34} {' '.join(direct(room, rooms))}".rstrip())
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(drawing())
