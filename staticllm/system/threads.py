@@ -63,7 +63,7 @@ class ThreadPool(ThreadPoolExecutor):
         try:
             return super().submit(fn, *args, **kwargs)
         except RuntimeError as error:
-            raise _not_started(self._thread_name_prefix, error) from error
+            raise _not_started(str(self._thread_name_prefix), error) from error
 
 
 class Condition(threading.Condition):
