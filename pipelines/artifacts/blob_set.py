@@ -13,7 +13,6 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +27,7 @@ from staticllm.devices import type_name
 from staticllm.errors import BlobError, last_line, shown
 from staticllm.system.file_lock import acquire
 from staticllm.system.files import fill_from, read_regular, whole_file
+from staticllm.system.threads import ThreadPool
 
 from ..programs.kinds import KINDS
 from .fingerprint import (
@@ -223,7 +223,7 @@ def read_blobs(folder: Path, manifest: Manifest, decrypt: Crypt | None = None) -
         data = _read_verified(folder / name, manifest.blobs[name])
         return data if decrypt is None else tensor_of(_decrypted(folder / name, data.data.tobytes(), decrypt))
 
-    with ThreadPoolExecutor(NUM_READS) as pool:
+    with ThreadPool(NUM_READS, "staticllm-files") as pool:
         return dict(zip(manifest.blobs, pool.map(read, manifest.blobs), strict=True))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,7 @@ from staticllm import ports
 from staticllm.errors import ModelError
 from staticllm.model_dir import model_in_memory
 from staticllm.model_paths.path_kind import MODEL_XML
+from staticllm.system.threads import ThreadPool
 from staticllm.version import __version__
 
 from ... import compiler_passes
@@ -122,7 +122,7 @@ def file_digest(path: Path) -> str:
     """
     try:
         size = path.stat().st_size
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        with ThreadPool(min(4, os.cpu_count() or 1), "staticllm-files") as pool:
             pieces = list(pool.map(lambda start: _digest_of_piece(path, start), range(0, max(size, 1), PIECE)))
     except OSError as error:
         raise ModelError(f"{str(path)!r} cannot be read: {error.strerror or error}") from None

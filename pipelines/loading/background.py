@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -69,6 +70,8 @@ class BackgroundLoader:
         """Start no further part, and let the thread leave the running one."""
         self._is_closing = True
         self._thread.join(CLOSE_TIMEOUT)
+        if self._error is not None:
+            self._error.__traceback__ = None  # if it was raised, that leads to the pipeline, whose finalizer holds this
 
     def _run(self) -> None:
         work = self._work  # the work holds graphs and weights, which are freed when this ends
@@ -85,6 +88,7 @@ class BackgroundLoader:
         except ClosedError:
             return  # the pipeline was closed: the remaining programs are not needed
         except BaseException as error:  # raised by a program or by the user's callback; ``wait`` raises it again
+            _clear_frames(error)
             self._error = error
             message = f"{type(error).__name__}: {error}"
             text = f"background loading failed; the loaded programs keep serving: {message}"
@@ -95,6 +99,17 @@ class BackgroundLoader:
                 return
         finally:
             work.release()
+            del work  # the traceback of an error leads here
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Free what the frames that an error has left hold, such as programs: the error may be kept as long as the pipeline."""
+    chain: list[BaseException] = []
+    found: BaseException | None = error
+    while found is not None and found not in chain:
+        chain.append(found)
+        traceback.clear_frames(found.__traceback__)
+        found = found.__cause__ or found.__context__
 
 
 class ProgramStore(Protocol[V, S]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,7 @@ from staticllm.core import KVType, OnProgress, ProgramLayout, ProgressEvent
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, StaticLLMError, last_line
 from staticllm.system.long_calls import attended, attended_each, told
+from staticllm.system.threads import ThreadPool
 
 from ..artifacts.blob_set import (
     ImportTarget,
@@ -135,7 +135,7 @@ def _read_checked(
 ) -> dict[str, ov.Tensor]:
     """Read the blobs by name while ``fingerprint`` reads the model's files. Raises ``BlobError`` (damaged, or another model)."""
     callbacks = job.config.cache_encryption_callbacks
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPool(1, "staticllm-files") as pool:
         here = pool.submit(fingerprint)
         blobs = read_blobs(folder, manifest, callbacks[1] if callbacks else None)
         check_set(folder, manifest, here.result())

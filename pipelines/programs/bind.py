@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from staticllm.ports import (
     ROPE_FACTORS,
     port_of,
 )
+from staticllm.system.threads import ThreadPool
 
 from ...compiler_passes.states.store_kv_as import ELEMENT_TYPES
 from ...kvcache.arena import Allocate
@@ -50,7 +51,7 @@ def allocating(
     shape: ModelShape, variants: Sequence[Variant], of_device: Allocate | None = None
 ) -> Iterator[Future[HostMemory]]:
     """Allocate the memory for ``variants`` on a thread of its own while a block compiles or imports their programs."""
-    with ThreadPoolExecutor(1, "staticllm-memory") as thread:
+    with ThreadPool(1, "staticllm-memory") as thread:
         yield thread.submit(allocate, shape, tuple(variants), of_device)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import openvino as ov
 from staticllm.devices import get_core, with_exact_f32
 from staticllm.errors import DeviceError, last_line
 from staticllm.system.long_calls import LOOK_SECONDS, attended, checkpoint
+from staticllm.system.threads import ThreadPool
 
 from ...compiler_passes.blocks.chain_model import ChainPart
 from ...compiler_passes.blocks.split import Splitter
@@ -95,7 +96,7 @@ class ChainCompiler:
             for source in programs:
                 yield self._finished(self._pending(source, _run_now))
             return
-        pool = ThreadPoolExecutor(self._num_parallel, "staticllm-compile")
+        pool = ThreadPool(self._num_parallel, "staticllm-compile")
 
         def submit(function: Callable[..., CompiledPart], *arguments: Any) -> Future[CompiledPart]:
             return pool.submit(function, *arguments)

@@ -6,13 +6,14 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import ModelError
+from staticllm.system.threads import ThreadPool
 
 from ..engine.request import EngineRequest
 from ..generation.logits_processors import copies_for
@@ -229,7 +230,7 @@ class Transcriber:
         cancellation = Cancellation()
         futures = deque[Future[_Heard]]()  # of the parts that are not told yet
         with (
-            ThreadPoolExecutor(count, "staticllm-window") as pool,
+            ThreadPool(count, "staticllm-window") as pool,
             run.watch.cancellation.ending(cancellation.cancel),
         ):
             try:

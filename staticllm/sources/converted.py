@@ -15,7 +15,6 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +35,7 @@ from staticllm.system.cache_folder import user_cache
 from staticllm.system.file_lock import acquire
 from staticllm.system.files import open_regular, read_regular, whole_file, write_whole
 from staticllm.system.long_calls import LOOK_SECONDS, attended, checkpoint, told
+from staticllm.system.threads import ThreadPool
 from staticllm.wire.file_stamp import stamp_of
 from staticllm.wire.messages import Kind, Message
 
@@ -289,7 +289,7 @@ def _files_of(folder: Path) -> dict[str, list[Any]]:
     """Return the digest of each file by its name, and the stamp with which it was read."""
     paths = sorted(each for each in folder.iterdir() if each.name != _FILES and each.is_file())
     stamps = [stamp_of(each) for each in paths]  # first: of what changes meanwhile, they are too old
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPool(2, "staticllm-files") as pool:
         digests = pool.map(_file_digest, paths)
         return {each.name: [digest, *stamp] for each, digest, stamp in zip(paths, digests, stamps, strict=True)}
 

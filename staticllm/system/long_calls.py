@@ -2,7 +2,8 @@
 
 The thread that waits looks up every ``LOOK_SECONDS``: it tells how far the work is, and it may leave, because the work is no
 longer wanted or by Ctrl-C. The call then runs to its end alone, and its result is dropped. A thread in native code must not see
-the interpreter end: it would be ended inside of C++ frames, which aborts the process. So the process ends without the teardown.
+the interpreter end: it would be ended inside of C++ frames, which aborts the process. So the process ends without the teardown,
+also if a daemon thread of the program's own is in code of ours then: it may load a model.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -36,6 +38,7 @@ Result = TypeVar("Result")
 _here = threading.local()  # ``looks``: what the thread does when it looks up
 _running: set[_Call[Any]] = set()
 _is_exiting = threading.Event()
+_pid = os.getpid()
 
 
 class _Call(Generic[Result]):
@@ -277,15 +280,23 @@ def _wait_for_calls() -> None:
         call.wait(until - time.monotonic())
 
 
+def _is_in_use() -> bool:
+    """Return whether another thread is in code of ours, so that there may be native code on its stack."""
+    others = [frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()]
+    names = {str(frame.f_globals.get("__name__")) for other in others for frame, _ in traceback.walk_stack(other)}
+    return any(name.partition(".")[0] == __package__.partition(".")[0] for name in names)
+
+
 @atexit.register
 def _skip_teardown() -> None:
     """Let no thread be in native code when the interpreter ends.
 
-    Where the C library tells its exit handlers the exit code, the process ends before the destructors of C++; elsewhere it waits.
+    Where the C library tells its exit handlers the exit code, the process ends before the destructors of C++; elsewhere it waits
+    for the calls. So does a forked child: the threads of C++ objects that it has copies of do not exist in it.
     """
     _is_exiting.set()
     _wait_for_calls()
-    if not _running:
+    if not _running and not _is_in_use() and os.getpid() == _pid:
         return
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     if library is None or not hasattr(library, "on_exit"):
@@ -298,3 +309,7 @@ def _skip_teardown() -> None:
     set_terminate(ctypes.cast(library.pause, ctypes.c_void_p))
     library.fflush(None)
     library.on_exit(ctypes.cast(library._exit, ctypes.c_void_p), None)
+
+
+if hasattr(os, "register_at_fork"):  # a forked child has no other threads: it must not wait for their calls
+    os.register_at_fork(after_in_child=_running.clear)

@@ -9,10 +9,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from staticllm.errors import ClosedError, StaticLLMError
 
@@ -30,18 +30,40 @@ _is_exiting = threading.Event()
 
 
 def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
-    """Start and return a daemon thread. Raises ``StaticLLMError`` (the system has no more threads)."""
+    """Start and return a daemon thread. Raises ``StaticLLMError`` (the system has no more threads, or the interpreter ends)."""
     thread = threading.Thread(target=run, name=name, daemon=True)
     try:
         thread.start()
     except RuntimeError as error:
         if isinstance(error.__context__, KeyboardInterrupt):  # a lock of the interpreter was released twice after it
             raise error.__context__ from None
-        raise StaticLLMError(
-            f"the thread {name!r} cannot be started beside {threading.active_count()} others ({error}): end some, or raise "
-            "the limit of threads (ulimit -u), and try again"
-        ) from error
+        raise _not_started(name, error) from error
     return thread
+
+
+def _not_started(name: str, error: RuntimeError) -> StaticLLMError:
+    if (
+        not threading.main_thread().is_alive()
+    ):  # Python starts no threads any more, also for other threads that still run
+        return ClosedError(
+            f"the main thread has ended, so that the thread {name!r} cannot be started: load models before, and let the main "
+            "thread wait for those that use them"
+        )
+    return StaticLLMError(
+        f"the thread {name!r} cannot be started beside {threading.active_count()} others ({error}): end some, or raise "
+        "the limit of threads (ulimit -u), and try again"
+    )
+
+
+class ThreadPool(ThreadPoolExecutor):
+    """Threads that run functions. ``submit`` and ``map`` raise as ``start_thread`` does, if no thread can be started."""
+
+    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
+        """Run a function on one of the threads. Raises ``StaticLLMError``."""
+        try:
+            return super().submit(fn, *args, **kwargs)
+        except RuntimeError as error:
+            raise _not_started(str(self._thread_name_prefix), error) from error
 
 
 class Condition(threading.Condition):

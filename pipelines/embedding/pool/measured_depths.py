@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
+
+from staticllm.system.threads import ThreadPool
 
 from ..packing.tokenized_text import TokenizedText
 from ..queue.loads import LENGTH
@@ -77,7 +78,7 @@ def run_together(runs: Sequence[Run], depths: Sequence[int]) -> list[float]:
         start.wait()
         return runs[device](depths[device])
 
-    with ThreadPoolExecutor(len(used)) as threads:
+    with ThreadPool(len(used), "staticllm-depths") as threads:
         for device, taken in zip(used, threads.map(run, used), strict=True):
             seconds[device] = taken
     return seconds

@@ -1,7 +1,9 @@
 """A pipeline that is closed gives everything back at once: its programs, memory, threads and files, without the collector."""
 
 import sys
+import threading
 import time
+import warnings
 import zipfile
 from functools import partial
 
@@ -171,6 +173,27 @@ def test_a_pipeline_that_failed_while_it_was_loaded_holds_nothing(stage):
             a_pipeline(on_progress=fail)
 
     check_gives_back(open_in_vain, open_in_vain)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_pipeline_whose_background_work_failed_holds_nothing(waits):
+    """Its error is kept, which leads to the frames that it came from, and to those that it was raised in."""
+
+    def fail(event):
+        if event.stage == "compile" and event.is_done and threading.current_thread().name == "staticllm-background":
+            raise ValueError("in the background")
+
+    def open_and_close():
+        with a_pipeline(BACKGROUND_COMPILE=None, on_progress=fail) as pipe:
+            while not pipe._launched.background.is_done:
+                time.sleep(0.02)
+            if waits:
+                with pytest.raises(ValueError, match="in the background"):
+                    pipe.wait_until_complete()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        check_gives_back(open_and_close, open_and_close, open_and_close)
 
 
 def test_a_pipeline_whose_draft_model_failed_holds_nothing(tmp_path):

@@ -14,7 +14,7 @@ from staticllm.pipelines.engine.job_engine import JobEngine
 from staticllm.pipelines.engine.request import Finished
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.system import threads
-from staticllm.system.threads import LazyThread, run_uninterrupted, start_thread
+from staticllm.system.threads import LazyThread, ThreadPool, run_uninterrupted, start_thread
 from staticllm.testing import fake_answer, fake_engine, fake_pipeline, fake_request
 
 SECONDS = 20
@@ -214,3 +214,37 @@ def test_stop_strings_have_one_thread(monkeypatch):
     closing.join(SECONDS)
     assert not closing.is_alive()
     assert named("staticllm-stop-checker", before)
+
+
+@pytest.mark.parametrize(
+    "start", ["ThreadPool(1, 'mine').submit(print)", "list(ThreadPool(1, 'mine').map(print, 'ab'))"]
+)
+def test_a_pool_that_can_start_no_thread_raises_one_of_our_errors(start):
+    """The thread of a program may load a model when the main thread has ended."""
+    program = f"""
+import atexit, threading
+from staticllm.errors import ClosedError
+from staticllm.system.threads import ThreadPool
+
+def late():
+    if threading.current_thread() is not threading.main_thread():
+        threading.main_thread().join()
+    try:
+        {start}
+    except ClosedError as error:
+        print(error, end=";")
+
+threading.Thread(target=late).start()
+atexit.register(late)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (found.stdout.count("'mine'"), found.stdout.count("\n"), found.returncode) == (2, 0, 0), found.stderr
+
+
+def test_a_pool_beside_too_many_threads_says_so(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(StaticLLMError, match=r"'mine' cannot be started beside .*ulimit -u"):
+        ThreadPool(1, "mine").submit(print)

@@ -1,5 +1,6 @@
 """Long calls of native code: the thread that waits tells how far they are, leaves them, and the process ends beside them."""
 
+import os
 import random
 import signal
 import subprocess
@@ -249,3 +250,80 @@ from staticllm.system.long_calls import attended
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert (found.stdout.strip(), found.returncode) == ("refused", 0), found.stderr
+
+
+DAEMON_THREAD = f"""
+import ctypes, threading
+from staticllm.system.long_calls import attended
+
+def native():
+    has_begun.set()
+    ctypes.CDLL(None).sleep({ENDLESS})
+
+has_begun = threading.Event()
+threading.Thread(target=attended, args=[native], daemon=True).start()
+has_begun.wait()
+"""
+"""The calling thread runs the call itself: it gets no signals, and has nothing to look at."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a thread that ends does not unwind the frames of C++")
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_process_ends_beside_a_daemon_thread_of_the_user_that_loads(ending):
+    line, code = ENDINGS[ending]
+    program = f"""
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+{DAEMON_THREAD}
+ctypes.CDLL(None).__cxa_atexit(ctypes.CDLL(None).abort, None, None)  # a destructor, which may meet the call
+print("not flushed", end="")
+{line}
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=ENDLESS / 2, check=False
+    )
+    assert (found.stdout, found.returncode) == ("not flushed", code), found.stderr
+    assert ("mine" in found.stderr) == ("mine" in line)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the C library")
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_only_a_process_that_uses_no_native_code_runs_the_destructors(is_forked):
+    program = f"""
+import ctypes, os, sys, threading
+import staticllm.system.long_calls
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+if {is_forked} and (child := os.fork()):
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+buffer = ctypes.create_string_buffer(b"destructor")
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(buffer))
+library = ctypes.CDLL(None)
+library.on_exit(ctypes.cast(library.dprintf, ctypes.c_void_p), buffer)
+sys.exit(1)
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (found.stdout, found.returncode) == ("" if is_forked else "destructor", 1), found.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no process is forked here")
+def test_a_forked_child_does_not_wait_for_the_calls_of_its_parent():
+    """The thread of a call that was left does not exist in the child."""
+    child = """
+from staticllm.system.long_calls import wait_for_left
+
+looks = []
+if (child := os.fork()):
+    os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+try:
+    with unless(lambda: looks.append(0) or len(looks) > 3):
+        wait_for_left()
+    print(" ended", end="")
+except ClosedError:
+    print(" waits", end="")
+sys.exit(7)
+"""
+    program = "import os\n" + PROGRAM.replace('print("not flushed", end="")', "sys.stdout.flush()") + child
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=ENDLESS / 2, check=False
+    )
+    assert (found.stdout, found.returncode) == ("left  ended", 7), found.stderr
