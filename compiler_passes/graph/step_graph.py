@@ -115,26 +115,31 @@ _PLAIN = ("f32", "f64", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "b
 
 
 def evaluated(part: ov.Model, feeds: Sequence[NDArray[np.generic]] = ()) -> list[NDArray[Any]]:
-    """Return the outputs of a small part of a graph in f32: as constants are folded, which is much faster than compiling it.
-
-    A part with sizes that are not known is compiled: the library's evaluation of such parts corrupts memory.
-    """
-    nodes = part.get_ordered_ops()
-    types = {
-        output.get_element_type().get_type_name()
-        for node in nodes
-        if node.get_type_name() != "Constant"
-        for output in node.outputs()
-    }
-    if types <= set(_PLAIN) and all(
-        output.get_partial_shape().is_static for node in nodes for output in node.outputs()
-    ):
-        found = [ov.Tensor(output.get_element_type(), output.get_shape()) for output in part.outputs]
-        with suppress(RuntimeError):  # an operation that cannot be folded
-            if part.evaluate(found, [ov.Tensor(np.ascontiguousarray(feed)) for feed in feeds]):
-                return [tensor.data.copy() for tensor in found]
+    """Return the outputs of a small part of a graph in f32, without compiling it if that is possible."""
+    found = _folded(part, feeds)
+    if found is not None:
+        return found
     program = get_core().compile_model(part, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     return [value.copy() for value in program(list(feeds)).values()]
+
+
+def _folded(part: ov.Model, feeds: Sequence[NDArray[np.generic]]) -> list[NDArray[Any]] | None:
+    """Evaluate a part as constants are folded, which is much faster than compiling it; None if it cannot be done.
+
+    A part with sizes that are not known is not evaluated so: the library corrupts memory then.
+    """
+    nodes = part.get_ordered_ops()
+    for node in nodes:
+        if node.get_type_name() == "Constant":
+            continue
+        for output in node.outputs():
+            if output.get_element_type().get_type_name() not in _PLAIN or output.get_partial_shape().is_dynamic:
+                return None
+    found = [ov.Tensor(output.get_element_type(), output.get_shape()) for output in part.outputs]
+    with suppress(RuntimeError):  # an operation that cannot be folded
+        if part.evaluate(found, [ov.Tensor(np.ascontiguousarray(feed)) for feed in feeds]):
+            return [tensor.data.copy() for tensor in found]
+    return None
 
 
 def sized(shape: ov.PartialShape, contract: Port, sizes: Sizes) -> ov.PartialShape:

@@ -79,7 +79,7 @@ def expose_factors(graph: StepGraph, max_len: int) -> None:
 def _reaches(model: ov.Model) -> list[int]:
     """Return the index of each node that makes one value of the positions of all rows, such as the largest one."""
     nodes = model.get_ordered_ops()
-    few, many = (_shapes(model, rows, []) for rows in PROBE_ROWS)
+    few, many = (_shaped(model, rows, []) for rows in PROBE_ROWS)
     sizes = set[int]()  # instances: constants, and what is computed of shapes
     of_rows = set[int]()  # computed of positions alone, with an axis of rows
     found = []
@@ -91,7 +91,7 @@ def _reaches(model: ov.Model) -> list[int]:
         elif node.get_type_name() in ("Constant", "ShapeOf") or (sources and sources <= sizes):
             sizes.add(key)
         elif not sources.isdisjoint(of_rows) and sources <= of_rows | sizes:
-            if few[index] == many[index]:
+            if _sizes(few[index]) == _sizes(many[index]):
                 found.append(index)
             else:
                 of_rows.add(key)
@@ -106,7 +106,7 @@ def _joins(model: ov.Model, reaches: list[int]) -> list[_Join]:
     """
     nodes = model.get_ordered_ops()
     places = {node.get_instance_id(): index for index, node in enumerate(nodes)}
-    few, many = (_shapes(model, rows, reaches) for rows in PROBE_ROWS)
+    few, many = ([_sizes(each) for each in _shaped(model, rows, reaches)] for rows in PROBE_ROWS)
     queue = [reader for index in reaches for reader in consumers(nodes[index].output(0))]
     seen = set[int]()
     found = dict[int, _Join]()
@@ -152,8 +152,8 @@ def _copy(model: ov.Model, rows: int) -> tuple[ov.Model, list[ov.Node]]:
     return copy, copy.get_ordered_ops()
 
 
-def _shapes(model: ov.Model, rows: int, reaches: list[int]) -> list[list[int]]:
-    """Return the shape of each node's first output in a call of ``rows`` rows, -1 for a size that is not known."""
+def _shaped(model: ov.Model, rows: int, reaches: list[int]) -> list[ov.Node]:
+    """Return the nodes of a copy with the shapes that they have in a call of ``rows`` rows."""
     copy, nodes = _copy(model, rows)
     for index in reaches:  # as constants, so that the size of a table of this length is known
         output = nodes[index].output(0)
@@ -161,10 +161,11 @@ def _shapes(model: ov.Model, rows: int, reaches: list[int]) -> list[list[int]]:
         value = np.full(shape, max(PLACES)).astype(output.get_element_type().to_dtype())
         redirect(output, ops.constant(value).output(0))
     copy.validate_nodes_and_infer_types()
-    return [_sizes(node) for node in nodes]
+    return nodes
 
 
 def _sizes(node: ov.Node) -> list[int]:
+    """Return the shape of a node's first output, -1 for a size that is not known."""
     if not node.outputs() or node.output(0).get_partial_shape().rank.is_dynamic:
         return []
     return [size.get_length() if size.is_static else -1 for size in node.output(0).get_partial_shape()]
