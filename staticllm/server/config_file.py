@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from staticllm.errors import ConfigError, shown
 from staticllm.model_paths.arguments import expanded
+from staticllm.server.answers.asks import sampling_of
 from staticllm.server.models.served import ModelSpec, model_spec
 from staticllm.server.settings import ApiClient
 from staticllm.system.files import read_regular
@@ -21,18 +22,24 @@ from staticllm.system.typed import typed
 MAX_BYTES = 1 << 20
 Line = Annotated[str, Meta(min_length=1, max_length=4096, pattern=r"^[^\x00-\x1f\x7f]*\Z")]
 """A text without control characters, which paths cannot have and names would bring into logs and terminals."""
+SystemText = Annotated[str, Meta(min_length=1, max_length=100_000)]
 ModelName = Annotated[str, Meta(min_length=1, max_length=200, pattern=r"^[^=\x00-\x1f\x7f]*\Z")]
 """As a ``Line``; ``=`` would end it in ``NAME=PATH``."""
 
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """A table ``[[models]]``. ``path``: a directory, from the folder of the file on, or what the command line takes as PATH."""
+    """A table ``[[models]]``. ``path``: a directory, from the folder of the file on, or what the command line takes as PATH.
+
+    ``system`` and ``sampling``: what requests to a chat model have unless they say something else.
+    """
 
     path: Line
     name: ModelName | None = None
     device: Line | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    system: SystemText | None = None
+    sampling: dict[str, Any] = field(default_factory=dict)
 
     @property
     def argument(self) -> str:
@@ -40,8 +47,16 @@ class ModelEntry:
         return self.path if self.name is None else f"{self.name}={self.path}"
 
     def spec(self) -> ModelSpec:
-        """Return the model. Raises ``ModelError`` and ``ConfigError`` (as for ``model_spec``)."""
-        return replace(model_spec(self.argument), device=self.device, properties=self.options)
+        """Return the model.
+
+        Raises ``ModelError`` and ``ConfigError`` (as for ``model_spec``; ``system`` or ``sampling`` of another kind of
+        model; an option of ``sampling`` is unknown or impossible).
+        """
+        spec = replace(model_spec(self.argument), device=self.device, properties=self.options)
+        own = [name for name in ("system", "sampling") if getattr(self, name)]
+        if own and spec.kind != "chat":
+            raise ConfigError(f"{own[0]} of {spec.name!r}: it is no chat model, leave {own[0]} out")
+        return replace(spec, system=self.system, sampling=sampling_of(self.sampling))
 
 
 @dataclass(frozen=True)

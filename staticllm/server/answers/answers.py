@@ -20,7 +20,7 @@ from staticllm.pipelines.conversation.sandbox import MAX_CHARS
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta, joined
 from staticllm.results import AssistantMessage
-from staticllm.server.answers.asks import Ask
+from staticllm.server.answers.asks import Ask, with_defaults
 from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import json_response, prompt_too_long, too_long
 from staticllm.server.metrics import AnswerTimer
@@ -67,7 +67,7 @@ class Answers:
         self._state = state
         self._model = model
         self._client = client
-        self._asks = asks
+        self._asks = with_defaults(asks, model.spec)
         self._admission = model.admission_of(asks[0].is_proactive)
         self._first: _Answer | None = None
         self._tasks: list[asyncio.Task[None]] = []

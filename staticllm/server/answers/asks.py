@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from typing import Any
 
 from pydantic import BaseModel
 
+from staticllm.errors import ConfigError, shown
 from staticllm.pipelines.generation.options.table import SAMPLING, UNLIMITED, ZERO_SEED, Api, http_fields
 from staticllm.pipelines.scheduling.interface import PROACTIVE_PRIORITY
 from staticllm.server.http.errors import ApiError
+from staticllm.server.models.served import ModelSpec
 
 MAX_ID_DIGITS = 10
 """Digits of a token id; Python refuses to read numbers with thousands of them."""
@@ -134,12 +137,11 @@ def options_of(asked: AnswerFields, index: int = 0) -> dict[str, Any]:
     is_search = asked.num_beams > 1
     options = {
         **asked.more,
-        **{name: value for name, value in asked.numbers.items() if name != "rng_seed" and not SAMPLING[name].draws},
+        **_numbers(asked, index),
         "num_beams": asked.num_beams,
         "num_return_sequences": asked.num_answers if is_search else 1,
         "echo": asked.more.get("echo", False),
         "apply_chat_template": asked.is_chat,
-        **_drawing(asked, index),
         **_chat(asked),
     }
     texts = {asked.stop} if isinstance(asked.stop, str) else set(asked.stop or ())
@@ -156,6 +158,51 @@ def options_of(asked: AnswerFields, index: int = 0) -> dict[str, Any]:
     if asked.is_truncated:
         options["overflow"] = "truncate_middle"
     return options
+
+
+def sampling_of(given: Mapping[str, object]) -> dict[str, Any]:
+    """Return the options of ``StaticLLMPipeline.submit`` for rows of the table of options, as a file gives them to a model.
+
+    Raises ``ConfigError`` (a name is unknown or that of the seed, which requests have; a number is outside of its bounds).
+    """
+    known = [name for name in SAMPLING if name != "rng_seed"]
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            remedy = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(known)}"
+            raise ConfigError(f"unknown option sampling.{shown(name)}: {remedy}")
+    edges = ("temperature", *_GREEDY)  # whose excluded values mean greedy here
+    numbers = {
+        name: SAMPLING[name].check(f"sampling.{name}", value, is_drawn=name not in edges)
+        for name, value in given.items()
+    }
+    return _numbers(AnswerFields(numbers=numbers), 0)
+
+
+def with_defaults(asks: Sequence[Ask], spec: ModelSpec) -> list[Ask]:
+    """Return the asks of a request with what the model has for those that do not say it: a system message, and sampling.
+
+    Asks that share a prompt still do. A beam search gets only what it can have.
+    """
+    prompts: dict[int, Any] = {}
+    found = []
+    for ask in asks:
+        if id(ask.prompt) not in prompts:
+            is_conversation = ask.options.get("apply_chat_template", True) and isinstance(ask.prompt, list)
+            prompts[id(ask.prompt)] = spec.conversation(ask.prompt) if is_conversation else ask.prompt
+        own = {name: value for name, value in spec.sampling.items() if not ask.is_search or _has_beams(name)}
+        found.append(replace(ask, prompt=prompts[id(ask.prompt)], options={**own, **ask.options}))
+    return found
+
+
+def _has_beams(name: str) -> bool:
+    return name in SAMPLING and SAMPLING[name].has_beams
+
+
+def _numbers(asked: AnswerFields, index: int) -> dict[str, Any]:
+    """Return the options that are numbers of the table."""
+    others = {name: value for name, value in asked.numbers.items() if name != "rng_seed" and not SAMPLING[name].draws}
+    return {**others, **_drawing(asked, index)}
 
 
 def _drawing(asked: AnswerFields, index: int) -> dict[str, Any]:

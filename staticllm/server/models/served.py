@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -39,7 +39,8 @@ class ModelSpec:
     """A model that is served: the name that clients use, its directory, and its kind, one of ``SERVED``.
 
     ``device`` and ``properties`` are its own options; None and no properties for those of the server. ``work_class``: that of
-    requests that do not say it; None for reactive.
+    requests that do not say it; None for reactive. ``system``: the system message of conversations without one; None for none.
+    ``sampling``: options of ``StaticLLMPipeline.submit`` that requests have unless they say others.
     """
 
     name: str
@@ -48,6 +49,14 @@ class ModelSpec:
     device: str | None = field(default=None, compare=False)
     properties: Mapping[str, object] = field(default_factory=dict, compare=False)
     work_class: str | None = field(default=None, compare=False)
+    system: str | None = field(default=None, compare=False)
+    sampling: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    def conversation(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return the messages of a conversation, behind the model's own system message if they begin with none."""
+        if self.system is None or (messages and messages[0].get("role") in ("system", "developer")):
+            return messages
+        return [{"role": "system", "content": self.system}, *messages]
 
 
 def model_spec(argument: str) -> ModelSpec:

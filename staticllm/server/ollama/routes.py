@@ -75,8 +75,9 @@ async def show(call: ApiCall, body: OllamaShowRequest) -> Response:
         return json_response(
             {
                 "modelfile": f"# {model.spec.name} is an OpenVINO model, served by staticllm\n",
-                "parameters": "",
+                "parameters": "\n".join(f"{name} {value}" for name, value in model.spec.sampling.items()),
                 "template": facts.template,
+                **({} if model.spec.system is None else {"system": model.spec.system}),
                 "details": _details(facts),
                 "model_info": _model_info(facts, context_length(model, state.settings)),
                 "capabilities": capabilities(model, facts),

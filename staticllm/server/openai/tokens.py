@@ -88,7 +88,7 @@ async def tokenize(call: ApiCall, body: TokenizeRequest) -> Response:
 def _encoded(model: ServedModel, body: TokenizeRequest, text: Any) -> list[int]:
     tokenizer = model.chat.get_tokenizer()
     if body.messages is not None:
-        return encode_messages(tokenizer, template_messages(body.messages)).ids
+        return encode_messages(tokenizer, model.spec.conversation(template_messages(body.messages))).ids
     if not text:
         return []
     adds = body.prompt is not None if body.add_special is None else body.add_special
