@@ -284,7 +284,7 @@ def _is_in_use() -> bool:
     """Return whether another thread is in code of ours, so that there may be native code on its stack."""
     others = [frame for thread, frame in sys._current_frames().items() if thread != threading.get_ident()]
     names = {str(frame.f_globals.get("__name__")) for other in others for frame, _ in traceback.walk_stack(other)}
-    return any(name.partition(".")[0] == __package__.partition(".")[0] for name in names)
+    return any(name.partition(".")[0] == __name__.partition(".")[0] for name in names)
 
 
 @atexit.register
