@@ -75,7 +75,9 @@ async def show(call: ApiCall, body: OllamaShowRequest) -> Response:
         return json_response(
             {
                 "modelfile": f"# {model.spec.name} is an OpenVINO model, served by staticllm\n",
-                "parameters": "\n".join(f"{name} {value}" for name, value in model.spec.sampling.items()),
+                "parameters": "\n".join(
+                    f"{name} {value}" for name, value in model.spec.sampling.items() if name != "do_sample"
+                ),
                 "template": facts.template,
                 **({} if model.spec.system is None else {"system": model.spec.system}),
                 "details": _details(facts),
