@@ -20,11 +20,10 @@ from .beams import BeamRequest
 from .call_runner import CallRunner
 from .chooser import Chooser
 from .client_sequences.feeds import Feeds
-from .device_state import DeviceState
 from .device_use import Demand, Rows, demand_of
 from .options import EngineOptions
 from .sequence import SequenceState
-from .serving import Serving
+from .serving import DeviceState, Serving
 from .state import AnswerState, RequestState
 
 
