@@ -124,13 +124,14 @@ def test_pipelines_that_are_closed_while_they_compile_hold_nothing():
             wait_for_left()
             assert not [held for held in programs() if id(held) not in known]
         threads = num_threads()
-        for _ in range(3):
+        for _ in range(4):
             open_and_close()
             wait_for_left()
+        most = threads + 3  # the compiler itself starts one or two more when it is busy; a leak would be one each time
         end = time.monotonic() + 5
-        while num_threads() > threads and time.monotonic() < end:  # one that has ended is counted a moment longer
+        while num_threads() > most and time.monotonic() < end:  # one that has ended is counted a moment longer
             time.sleep(0.02)
-        assert num_threads() <= threads
+        assert num_threads() <= most
 
 
 def test_pipelines_with_cached_or_exported_programs_hold_nothing(tmp_path):
