@@ -13,7 +13,7 @@ from openvino.op.util import Variable, VariableInfo
 
 from staticllm.compiler_passes.decoder import DECODER_UNMERGED
 from staticllm.compiler_passes.graph.check_graph import check_graph, check_static
-from staticllm.compiler_passes.graph.step_graph import StepGraph, is_live
+from staticllm.compiler_passes.graph.step_graph import StepGraph, evaluated, is_live, part_of
 from staticllm.compiler_passes.inputs.classify_mask import Seen, visible_cells
 from staticllm.compiler_passes.inputs.expose_mask import _with_bias, expose_mask
 from staticllm.compiler_passes.lower import lower
@@ -393,3 +393,26 @@ def test_the_verifier_notices_a_dynamic_shape(zoo):
     graph = lowered_until(core.read_model(zoo / "llama" / "openvino_model.xml"), "fix_shapes")
     with pytest.raises(UnsupportedModelError, match="still has the shape"):
         check_static(bound_shapes(graph, [Variant(1, 16), Variant(2, 32)]), "test", "it")
+
+
+@pytest.mark.parametrize("kind", ["f32", "i64", "f16"])
+def test_a_small_part_is_evaluated_as_a_program_computes_it(kind):
+    given = ops.parameter([3, 5], ov.Type(np.float32 if kind == "f16" else {"f32": np.float32, "i64": np.int64}[kind]))
+    data = ops.convert(given, kind) if kind == "f16" else given
+    outputs = [
+        ops.multiply(data, ops.convert(ops.constant(np.float16(0.3)), kind)),
+        ops.reduce_max(data, ops.constant([1])),
+    ]
+    feed = (np.random.default_rng(3).standard_normal((3, 5)) * 9).astype(np.int64 if kind == "i64" else np.float32)
+    found = evaluated(part_of([node.output(0) for node in outputs], [given]), [feed])
+    program = ov.Core().compile_model(part_of([node.output(0) for node in outputs], [given]), "CPU", EXACT)
+    for one, other in zip(found, program([feed]).values(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+        assert one.dtype == other.dtype
+
+
+def test_a_part_of_unknown_sizes_is_compiled(monkeypatch):
+    monkeypatch.setattr(ov.Model, "evaluate", lambda *_: pytest.fail("the library would corrupt memory"))
+    given = ops.parameter([-1, 5], np.float32)
+    (found,) = evaluated(part_of([ops.sin(given).output(0)], [given]), [np.ones((2, 5), np.float32)])
+    np.testing.assert_allclose(found, np.sin(np.ones((2, 5))), rtol=1e-6)
