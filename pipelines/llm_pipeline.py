@@ -348,7 +348,11 @@ class StaticLLMPipeline:
         return self._launched.engine
 
     def close(self, drain: bool = False) -> None:
-        """Cancel all requests, or with ``drain`` wait for them, and give memory, threads and files back before it returns."""
+        """Cancel all requests, or with ``drain`` wait for them, and give memory, threads and files back before it returns.
+
+        Only a compiler that runs cannot be ended: it goes on alone, for seconds, and reads the model's files until then. Replace
+        these by renaming, as ``staticllm export`` does, rather than by writing into them.
+        """
         _close(self._launched, self._stop_checker, self._tools, drain)
         self._source()
 

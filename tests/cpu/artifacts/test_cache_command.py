@@ -10,6 +10,7 @@ from support.command_line import IN_BOTH
 from staticllm.cli import cli
 from staticllm.pipelines.diagnostics import diagnosis
 from staticllm.pipelines.diagnostics.doctor import examine
+from staticllm.system.long_calls import wait_for_left
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -165,10 +166,12 @@ def test_doctor_notices_weights_that_have_changed(cache, zoo, tmp_path):
     for change, level, words in ((0, "ok", "complete, weights"), (1, "warn", "are not those of set")):
         data = bytearray((model / "openvino_model.bin").read_bytes())
         data[1000] ^= change
+        wait_for_left()  # the compiler of the pipeline that was closed reads the file until it has ended
         (model / "openvino_model.bin").write_bytes(data)
         (found,) = [f for f in examine(("NONE",), str(cache), str(model)) if f.name == "model"]
         assert found.level == level
         assert words in found.value
+    wait_for_left()
     (model / "openvino_model.bin").write_bytes(data[:100])
     (found,) = [f for f in examine(("NONE",), None, str(model)) if f.name == "model"]
     assert found.level == "fail"

@@ -5,16 +5,18 @@ Most tests of embedding pipelines load the same tiny encoder, and of such a load
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from staticllm.pipelines.embedding import encoder_kind
 from staticllm.pipelines.loading import kind
+
+MAX_READ = 8  # models that were read and are not lowered yet: those of others never are, here
 
 
 class SharedLowering:
@@ -24,7 +26,7 @@ class SharedLowering:
     """
 
     def __init__(self) -> None:
-        self._now = threading.local()  # the model that this thread has read but not lowered
+        self._read: dict[int, tuple[Any, tuple]] = {}  # models that were read but not lowered, by their identity
         self._lowered: dict = {}
         self._read_model, self._lower = kind.read_model, encoder_kind.lower_encoder
         self._keep_small_constants = kind.keep_small_constants
@@ -39,20 +41,22 @@ class SharedLowering:
 
     def read_model(self, core, path, *given, **more):
         model = self._read_model(core, path, *given, **more)
-        self._now.model, self._now.name = None, ("whole", *digests(Path(path)))
-        if not any(value is not None for value in given[:2]):  # weights from elsewhere, or decrypted ones
-            self._now.model = model
+        if not any(value is not None for value in given[:2]):  # else weights from elsewhere, or decrypted ones
+            self._read[id(model)] = (model, ("whole", *digests(Path(path))))
+            while len(self._read) > MAX_READ:
+                self._read.pop(next(iter(self._read)), None)
         return model
 
     def keep_small_constants(self, model):
-        self._now.name = ("for blobs", *self._now.name[1:])
+        if id(model) in self._read:
+            self._read[id(model)] = (model, ("for blobs", *self._read[id(model)][1][1:]))
         return self._keep_small_constants(model)
 
     def lower(self, model, options, passes):
-        if model is not getattr(self._now, "model", None) or options.dense:
+        _, of_model = self._read.pop(id(model), (None, None))
+        if of_model is None or options.dense:
             return self._lower(model, options, passes)
-        self._now.model = None
-        name = (self._now.name, options, id(passes))
+        name = (of_model, options, id(passes))
         if name not in self._lowered:
             self._lowered[name] = self._lower(model, options, passes)
         return self._lowered[name]
