@@ -139,7 +139,7 @@ def test_a_mask_that_depends_on_places_keeps_texts_apart():
         (TinyEncoder(scaled_if_long), "prove_packing: Multiply '.*' computes with the number of rows"),
         (
             TinyEncoder(on_hidden=with_place_of_long_texts),
-            "positions that differ between 7 and 512 rows: only programs of fewer",
+            "reads other positions in texts of more than 300 tokens: load with max_length of at most 300 ",
         ),
         (Disentangled(True, is_shifted=True), "prove_packing: .* computes with the number of rows"),
         (Disentangled(True, scale=scaled_by_length), "prove_packing: .* computes with the number of rows"),
