@@ -29,9 +29,8 @@ class Chooser:
         """Count the tokens that a call computed for an answer, and choose its next token if all have run."""
         state = entry.state
         if result.argmax is None and (len(step.segments) > 1 or entry.check is not None):
-            self._serving.device.quarantine.add(
-                state.id
-            )  # another request or the draft may be the cause; it runs again
+            # another request or the draft may be the cause; it runs again
+            self._serving.device.quarantine.add(state.id)
             return
         if entry.check is not None:
             self._take_checked(entry.check)

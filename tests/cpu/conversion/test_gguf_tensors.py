@@ -204,7 +204,9 @@ def test_facts_that_are_taken_are_computed(headers, tmp_path, in_full):
             assert key in str(error) or "windows" in str(error)
             continue
         expected = Reference(path).logits(LINES)
-        found = logits_of(ov.Core().read_model(folder / "openvino_model.xml"), LINES, (10,))[0]
+        # the original keeps keys with the factors of the call that made them, so a text that crosses the limit is one call
+        cuts = () if key.endswith("original_context_length") else (10,)
+        found = logits_of(ov.Core().read_model(folder / "openvino_model.xml"), LINES, cuts)[0]
         assert np.abs(found - expected).max() <= 1e-3 * np.abs(expected).max(), (name, key, value)
 
 
