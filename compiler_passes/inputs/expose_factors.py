@@ -64,7 +64,7 @@ def expose_factors(graph: StepGraph, max_len: int) -> None:
     if len(limits) >= MAX_FACTORS:
         raise UnsupportedModelError(
             STAGE,
-            f"above {limits[0]} tokens the RoPE factors change with every token, so all keys would be computed anew for each: "
+            f"above {limits[0]} tokens the RoPE factors change {_changes(limits)}, so all keys would be computed anew for each: "
             f"load with MAX_PROMPT_LEN + MIN_RESPONSE_LEN of at most {limits[0]} (here {max_len})",
         )
     graph.rope_limits = tuple(limits)
@@ -74,6 +74,12 @@ def expose_factors(graph: StepGraph, max_len: int) -> None:
     graph.note(
         STAGE, f"other RoPE factors above {bounds} tokens" if limits else f"the same factors up to {max_len} tokens"
     )
+
+
+def _changes(limits: list[int]) -> str:
+    if limits[-1] - limits[0] < len(limits):
+        return "with every token"
+    return f"more often than {MAX_FACTORS - 1} times (after {', '.join(map(str, limits))} tokens and perhaps more)"
 
 
 def _reaches(model: ov.Model) -> list[int]:

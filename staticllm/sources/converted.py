@@ -33,7 +33,7 @@ from staticllm.sources.gguf_architectures import check_architecture
 from staticllm.sources.gguf_header import GGUFHeader, read_gguf_header
 from staticllm.system.cache_folder import user_cache
 from staticllm.system.file_lock import acquire
-from staticllm.system.files import open_regular, read_regular, whole_file, write_whole
+from staticllm.system.files import open_regular, read_regular, remedy_of, whole_file, write_whole
 from staticllm.system.long_calls import LOOK_SECONDS, attended, checkpoint, told
 from staticllm.system.threads import ThreadPool
 from staticllm.wire.file_stamp import stamp_of
@@ -141,7 +141,7 @@ def _source_of(path: Path) -> _Source:
     try:
         stamp = stamp_of(path)
     except OSError as error:
-        raise ModelError(f"{str(path)!r} cannot be read ({error.strerror or error}): check its permissions") from None
+        raise ModelError(f"{str(path)!r} cannot be read ({error.strerror or error}): {remedy_of(error)}") from None
     values = (str(path.resolve()), stamp, converter())
     return _Source(sha256(repr(values).encode()).hexdigest()[:_DIGEST_CHARS], stamp[2])
 

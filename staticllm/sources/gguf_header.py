@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from staticllm.errors import ModelError, shown
-from staticllm.system.files import open_regular
+from staticllm.system.files import open_regular, remedy_of
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -195,7 +195,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
             num_bytes = os.fstat(file.fileno()).st_size
             header = _header(path, _Reader(file, num_bytes), num_bytes)
     except OSError as error:
-        raise ModelError(f"{str(path)!r} cannot be read ({error.strerror or error}): check its permissions") from None
+        raise ModelError(f"{str(path)!r} cannot be read ({error.strerror or error}): {remedy_of(error)}") from None
     except _DamagedError as error:
         raise ModelError(f"{str(path)!r} is damaged ({error}): download it again") from None
     except _OtherVersionError as error:

@@ -33,6 +33,15 @@ def open_regular(path: Path, follow: bool = True) -> BufferedReader:
         raise
 
 
+def remedy_of(error: OSError) -> str:
+    """Return what a user can do about a file that cannot be read."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return "check the path"
+    if isinstance(error, PermissionError):
+        return "check its permissions"
+    return "check the disk that it is on" if error.errno else "give an ordinary file"
+
+
 def read_regular(path: Path, limit: int, follow: bool = True) -> bytes:
     """Return all bytes of an ordinary file.
 
