@@ -269,7 +269,7 @@ def main() -> None:
     watch = Watch() if what["is_watched"] else None
     start = time.perf_counter()
     if what["kind"] == "products":
-        from bench_peak import Products
+        from bench_products import Products
 
         peer: Any = Products(what["path"], what["properties"])
     else:

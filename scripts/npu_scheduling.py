@@ -16,10 +16,11 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-from staticllm.config import StaticLLMConfig, schedulers
+from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex, plan_chunks
 from staticllm.pipelines.programs.variants import choose_variants
+from staticllm.pipelines.scheduling.policies import policy_names
 from staticllm.pipelines.simulator.cluster import Scenario, max_rate, npu_model
 from staticllm.pipelines.simulator.cost_model import Blocks, Cost, HostCost
 from staticllm.pipelines.simulator.npu_costs import NPU_COSTS
@@ -33,7 +34,7 @@ TARGETS = (None, 70.0, 50.0, 40.0)
 NUM_CHATS, LATE = 2, Arrival(9, 1.0, 1000, 8)
 NUM_PHASES = 4
 """Moments within a decode step at which the prompt arrives."""
-POLICIES = sorted(schedulers())
+POLICIES = sorted(policy_names())
 MANY_ROWS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 PROMPTS = range(20, 1025, 37)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,11 +61,14 @@ if TYPE_CHECKING:
     from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline
     from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, GeneratedText, ToolCall
 
-_CHECKOUT = Path(__file__).resolve().parent.parent
 if __name__ != "staticllm":
     raise ImportError(f"this package is called staticllm, not {__name__}")
-if (_CHECKOUT / "pipelines" / "llm_pipeline.py").is_file() and not Path(__file__).with_name("pipelines").is_dir():
-    __path__.append(str(_CHECKOUT))  # in a checkout compiler_passes, kvcache and pipelines lie beside this folder
+_CHECKOUT = Path(__file__).resolve().parent.parent
+if not Path(__file__).with_name("pipelines").is_dir() and find_spec("staticllm.pipelines") is None:
+    # in a checkout three packages lie beside this folder, and the installation says where
+    raise ImportError(
+        f"the checkout {_CHECKOUT} is not installed in this environment: run `python -m pip install -e {_CHECKOUT}`"
+    )
 
 
 __all__ = [

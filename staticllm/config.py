@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import cache, partial, wraps
-from importlib import import_module
+from functools import partial, wraps
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, TypeVar, cast, get_args
 
@@ -24,7 +22,7 @@ _ON, _OFF = ("YES", "TRUE", "1"), ("NO", "FALSE", "0")
 MAX_SEQS = 64
 MIN_KEY_BYTES = 16
 Scheduler: TypeAlias = str
-"""The name of a shipped policy."""
+"""The name of a shipped policy. ``pipelines/scheduling/policies`` knows which there are."""
 CacheMode = Literal["OPTIMIZE_SIZE", "OPTIMIZE_SPEED"]
 Programs = Literal["auto", ProgramLayout]
 PROGRAMS: tuple[Programs, ...] = ("auto", *get_args(ProgramLayout))
@@ -37,14 +35,6 @@ Parser = Callable[[str, Any], Any]
 
 Raises ``ConfigError`` if the value is impossible; the message has the name, the value, and what is allowed.
 """
-
-
-@cache
-def schedulers() -> tuple[str, ...]:
-    """Return the names of the shipped policies, the default first: the modules in ``pipelines/scheduling/policies``."""
-    folder = import_module("staticllm.pipelines.scheduling.policies")
-    found = sorted(each.name for each in pkgutil.iter_modules(folder.__path__))
-    return tuple(sorted(found, key=lambda name: name != StaticLLMConfig.scheduler))
 
 
 def as_whole(value: Any) -> Any:
@@ -199,7 +189,9 @@ def _sizes(name: str, value: Any, least: int) -> tuple[int, ...]:
 
 
 def _scheduler(name: str, value: Any) -> str:
-    return str(one_of(name, value, schedulers()))
+    if not isinstance(value, str):
+        raise ConfigError(f"{name}={shown(value)}: must be the name of a shipped policy")
+    return str.__str__(value)
 
 
 def _row(default: T, parser: Parser, **options: bool) -> T:

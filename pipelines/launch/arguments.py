@@ -30,6 +30,7 @@ from staticllm.system.files import read_regular
 from staticllm.system.signal_stack import kept_signal_stack
 
 from ..generation.options.resolve import FileOptions, unreadable_field, values_of
+from ..scheduling.policies import check_policy
 from .genai_properties import from_genai, plain_properties
 
 Config: TypeAlias = Mapping[str, object] | StaticLLMConfig | None
@@ -128,6 +129,13 @@ def resolve_candidates(devices: str, config: Config, properties: dict[str, Any])
     Raises ``ConfigError`` (none of the devices knows a property, or a value is impossible) and ``DeviceError`` (the only device
     is not on this machine).
     """
+    found = _candidates(devices, config, properties)
+    for candidate in found:
+        check_policy(candidate.config.scheduler)
+    return found
+
+
+def _candidates(devices: str, config: Config, properties: dict[str, Any]) -> list[Candidate]:
     names = named_devices(devices, get_core().available_devices) if isinstance(devices, str) else [devices]
     supported: dict[str, frozenset[str]] = {}
     for name in names:

@@ -9,7 +9,6 @@ from dataclasses import fields, replace
 from importlib import import_module
 from itertools import islice
 
-from staticllm.config import schedulers
 from staticllm.core import Variant
 from staticllm.errors import ConfigError, shown
 from staticllm.system.threads import start_thread
@@ -25,7 +24,7 @@ from .request_table import RequestTable
 from .work_classes import ProactiveRequests, reactive_view
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    name: import_module(f"{policies.__name__}.{name}").POLICY for name in schedulers()
+    name: import_module(f"{policies.__name__}.{name}").POLICY for name in policies.policy_names()
 }
 """What makes each shipped policy, by name."""
 STALL_SECONDS = 2.0

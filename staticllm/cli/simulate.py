@@ -12,7 +12,8 @@ import click
 from staticllm.cli.grouped_command import GroupedCommand, option_file
 from staticllm.cli.options import Number, flag, model_option, refuse, value
 from staticllm.cli.progress import progress
-from staticllm.config import StaticLLMConfig, schedulers
+from staticllm.config import StaticLLMConfig
+from staticllm.pipelines.scheduling.policies import policy_names
 
 if TYPE_CHECKING:
     from staticllm.pipelines.simulator.cluster import Scenario
@@ -63,7 +64,7 @@ COUNT = click.IntRange(1)
 
 
 @click.command("simulate", cls=GroupedCommand, groups=GROUPS, rare=RARE)
-@value("--policy policies", click.Choice(schedulers()), "May be repeated.  [dynamic, fcfs]", multiple=True)
+@value("--policy policies", click.Choice(policy_names()), "May be repeated.  [dynamic, fcfs]", multiple=True)
 @value("-n --requests", COUNT, "Number of requests.", 200)
 @value(
     "--arrivals",

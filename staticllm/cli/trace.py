@@ -24,7 +24,8 @@ from staticllm.cli.options import (
     with_properties,
 )
 from staticllm.cli.progress import Progress, progress
-from staticllm.config import StaticLLMConfig, schedulers
+from staticllm.config import StaticLLMConfig
+from staticllm.pipelines.scheduling.policies import policy_names
 
 if TYPE_CHECKING:
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
@@ -43,7 +44,7 @@ def command() -> None:
 @value("--prompt-len", click.IntRange(1), "Random tokens per prompt.", 128)
 @value("--new-tokens", click.IntRange(1), "Tokens per answer.", 32)
 @value("--rate", Number(0, 1e9, min_open=True), "Requests per second, Poisson.  [all at once]")
-@value("--scheduler", click.Choice(schedulers()), "Policy.  [dynamic]")
+@value("--scheduler", click.Choice(policy_names()), "Policy.  [dynamic]")
 @flag("--json as_json", "Print one JSON object.")
 @layout_options
 def record(output: str, model: str, as_json: bool, **options: Any) -> None:

@@ -1,6 +1,6 @@
 """PyInstaller runs this before it follows the imports of staticllm: in a checkout three of its packages lie beside the fourth.
 
-PyInstaller reads source files and runs none, so it does not see the entry that ``staticllm/__init__.py`` adds to ``__path__``.
+PyInstaller reads source files and runs none, so it does not see the finder of an editable installation.
 """
 
 from __future__ import annotations

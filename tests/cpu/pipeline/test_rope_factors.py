@@ -225,7 +225,9 @@ def test_compiled_programs_are_kept_with_their_limits(open_pipe, prompt_of, tmp_
 
 def test_more_limits_than_sets_are_kept_for_are_named(zoo, tmp_path):
     path = make_longrope(zoo / "llama", tmp_path / "many", stepped(24, 32, 40, 48, 56))
-    with pytest.raises(UnsupportedModelError, match=r"change more often than 3 times \(after 24, 32, 40, 48 tokens and"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"change more often than 3 times \(after 24, 32, 40, 48 tokens and"
+    ):
         StaticLLMPipeline(path, "CPU", **EXACT, MAX_PROMPT_LEN=60, MIN_RESPONSE_LEN=20)
 
 

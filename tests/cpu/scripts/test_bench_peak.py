@@ -1,4 +1,4 @@
-"""Tests the products of ``scripts/bench_peak.py`` and the jobs of its workers on a tiny model."""
+"""Tests the products of ``scripts/bench_products.py`` and the jobs of its workers on a tiny model."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ def _scripts(root, monkeypatch):
 
 
 def test_products_have_the_shapes_of_the_model(model_path):
-    import bench_peak
-    from bench_peak import Products, matrix_shapes
+    import bench_products
+    from bench_products import Products, matrix_shapes
 
     shapes = matrix_shapes(str(model_path("demo")))
     assert len(shapes) % 6 == 0, "as many in each of the layers, and no head"
-    assert bench_peak.in_layers(shapes) == [shapes[:4]] * 6
+    assert bench_products.in_layers(shapes) == [shapes[:4]] * 6
     products = Products(str(model_path("demo")))
     assert products.work() == {"flops": 2.0 * sum(outputs * inputs for outputs, inputs in shapes)}
     found = products.products(16)
@@ -25,14 +25,14 @@ def test_products_have_the_shapes_of_the_model(model_path):
 
 
 def test_layers_end_where_shapes_repeat(monkeypatch):
-    import bench_peak
+    import bench_products
 
     shapes = [(4, 2), (2, 4), (8, 2)] * 3
-    monkeypatch.setattr(bench_peak, "CACHE_WEIGHTS", 33)
-    assert bench_peak.in_layers(shapes) == [shapes[:3], shapes[:3]]
-    monkeypatch.setattr(bench_peak, "CACHE_WEIGHTS", 10**9)
-    assert bench_peak.in_layers(shapes) == [shapes[:3]] * 3
-    assert bench_peak.in_layers([(1, 2), (3, 4)]) == [[(1, 2), (3, 4)]]
+    monkeypatch.setattr(bench_products, "CACHE_WEIGHTS", 33)
+    assert bench_products.in_layers(shapes) == [shapes[:3], shapes[:3]]
+    monkeypatch.setattr(bench_products, "CACHE_WEIGHTS", 10**9)
+    assert bench_products.in_layers(shapes) == [shapes[:3]] * 3
+    assert bench_products.in_layers([(1, 2), (3, 4)]) == [[(1, 2), (3, 4)]]
 
 
 @pytest.mark.slow

@@ -3,9 +3,10 @@ import warnings
 import numpy as np
 import pytest
 
-from staticllm.config import StaticLLMConfig, is_whole, schedulers
+from staticllm.config import StaticLLMConfig, is_whole
 from staticllm.errors import ConfigError
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
+from staticllm.pipelines.scheduling.policies import policy_names
 from staticllm.properties import ResolvedConfig, resolve
 
 SUPPORTED = {"INFERENCE_PRECISION_HINT", "NUM_STREAMS", "CACHE_DIR"}
@@ -82,9 +83,9 @@ def test_explicit_properties_are_known_even_if_they_equal_the_default():
 
 
 def test_each_module_in_the_folder_of_policies_is_one_that_the_config_accepts():
-    assert schedulers()[0] == StaticLLMConfig().scheduler
-    assert set(schedulers()) >= {"dynamic", "fcfs", "prefill_first", "decode_first", "chunked", "ratio"}
-    for name in schedulers():
+    assert policy_names()[0] == StaticLLMConfig().scheduler
+    assert set(policy_names()) >= {"dynamic", "fcfs", "prefill_first", "decode_first", "chunked", "ratio"}
+    for name in policy_names():
         policy = make_policy(StaticLLMConfig(scheduler=name).scheduler)
         assert type(policy) is POLICIES[name]
         assert callable(policy.plan)

@@ -179,6 +179,16 @@ def test_no_files_import_each_other_in_a_circle(root):
     assert not found, [sorted(circle) for circle in found]
 
 
+def test_no_scripts_import_each_other_in_a_circle(root):
+    for folder in (root / "scripts", root / "scripts" / "papers"):
+        scripts = {path.stem: path for path in folder.glob("*.py")}
+        needs = {
+            name: {other for _, other in imports_of(root, path)} & scripts.keys() for name, path in scripts.items()
+        }
+        assert any(needs.values())
+        assert not circles_of(needs)
+
+
 def test_the_search_finds_circles():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e2"}, "e2": {"e", "a"}}
     assert circles_of(graph) == {frozenset("bc"), frozenset(["e", "e2"])}
