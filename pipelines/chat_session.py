@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from staticllm.errors import GenerationConfigError, PromptError, SnapshotError, StaticLLMError
 
-from .text.input_processor import Prompt, encode_messages
+from .text.chat_prompt import Prompt, encode_messages
 from .text.output_processor import RequestOutput
 from .text.tokenizer_tools import TokenizerTools
 
@@ -75,7 +75,7 @@ class ChatSession:
                 raise GenerationConfigError(
                     "this chat goes on in token ids: pass token ids, or finish_chat before a str"
                 )
-            return encode_messages(self._tools.tokenizer, [*self._messages, {"role": "user", "content": turn}])
+            return self._encoded([*self._messages, {"role": "user", "content": turn}])
         if any(message["role"] == "user" for message in self._messages):
             raise GenerationConfigError("this chat goes on in text: pass a str, or finish_chat before token ids")
         return Prompt([*self._tokens, *turn.ids])
@@ -94,7 +94,10 @@ class ChatSession:
             return list(self._tokens)
         if not self._messages:
             raise SnapshotError("there is no conversation: start_chat and generate first, or pass a prompt")
-        return encode_messages(self._tools.tokenizer, self._messages).ids
+        return self._encoded(self._messages).ids
+
+    def _encoded(self, messages: list[dict[str, str]]) -> Prompt:
+        return encode_messages(self._tools.tokenizer, self._tools.conversations, messages)
 
     def _forget(self) -> None:
         self._messages = []

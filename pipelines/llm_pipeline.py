@@ -39,8 +39,11 @@ from .profiling.trace import MAX_RECORDS, Trace
 from .scheduling.interface import Policy
 from .scheduling.planner import make_policy
 from .snapshots import ModelSnapshots
+from .text.call import GenerateCall
+from .text.chat_prompt import Prompt
 from .text.handle import GenerationHandle, answers_of
-from .text.input_processor import GenerateCall, InputProcessor, Inputs, Prompt, TokenInputs, form_of
+from .text.input_processor import InputProcessor
+from .text.inputs import Inputs, TokenInputs, form_of
 from .text.output_processor import RequestOutput, Results, results_of
 from .text.stop_checker import StopChecker
 from .text.streamers import TokenSink, check_callback, make_sink, stream

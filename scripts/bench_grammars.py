@@ -70,8 +70,8 @@ def mask_figures(model: Path, rounds: int = 3, tokens: int = 96) -> dict[str, fl
     """
     from staticllm import StaticLLMPipeline
     from staticllm.pipelines.engine.request import EngineText
+    from staticllm.pipelines.generation.grammar import Grammar
     from staticllm.pipelines.grammars.compiler import GrammarCompiler
-    from staticllm.pipelines.grammars.grammar import Grammar
     from staticllm.pipelines.grammars.vocabulary import read_vocabulary
 
     length = {"MAX_PROMPT_LEN": 256, "MIN_RESPONSE_LEN": max(tokens, 128)}
@@ -112,8 +112,8 @@ def bench_masks(options: argparse.Namespace) -> None:
     """Print the times of both libraries: to compile a grammar and make its first mask, and for each further mask."""
     import openvino_genai as genai
 
+    from staticllm.pipelines.generation.grammar import Grammar
     from staticllm.pipelines.grammars.compiler import GrammarCompiler
-    from staticllm.pipelines.grammars.grammar import Grammar
     from staticllm.pipelines.grammars.vocabulary import read_vocabulary
 
     tokenizer, begin = genai.Tokenizer(options.model), time.perf_counter()

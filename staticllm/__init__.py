@@ -29,16 +29,9 @@ if TYPE_CHECKING:
         StaticLLMError,
         UnsupportedModelError,
     )
+    from staticllm.events import ArgumentsDelta, CallBegin, CallBroken, CallEnd, ContentDelta, ReasoningDelta
     from staticllm.metrics import PerfMetrics
     from staticllm.model_dir import demo_model_path
-    from staticllm.pipelines.conversation.events import (
-        ArgumentsDelta,
-        CallBegin,
-        CallBroken,
-        CallEnd,
-        ContentDelta,
-        ReasoningDelta,
-    )
     from staticllm.pipelines.embedding.embedding_config import EmbeddingConfig, RerankConfig
     from staticllm.pipelines.generation.genai_adapters import Adapter, AdapterConfig
     from staticllm.pipelines.generation.logits_processors import LogitsProcessor
@@ -151,7 +144,7 @@ _LAZY = {
     "VariantIndex": "pipelines.programs.variant_index",
     **dict.fromkeys(
         ("ArgumentsDelta", "CallBegin", "CallBroken", "CallEnd", "ContentDelta", "ReasoningDelta"),
-        "pipelines.conversation.events",
+        "events",
     ),
     **dict.fromkeys(("RerankHandle", "StaticRerankPipeline"), "pipelines.text_rerank_pipeline"),
     **dict.fromkeys(("EmbeddingConfig", "RerankConfig"), "pipelines.embedding.embedding_config"),

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 
-from .events import Output
 from .json_calls import take_object
+from .parser_output import Output
 from .source import MalformedError, Source, Steps
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from staticllm.events import message_of
 from staticllm.results import ToolCall
 
 from ..grammars.schema_facts import fits
-from .events import Output, message_of
+from .parser_output import Output
 from .source import WHITESPACE, MalformedError, Source, Steps
 
 MAX_DEPTH = 64

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .events import Output
 from .json_calls import take_call_objects, take_object
 from .named_arguments import FENCE
+from .parser_output import Output
 from .source import MalformedError, Source, Steps
 from .template_shape import CallExamples, num_equal
 from .unquoted_values import Types, take_parameter_value

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from staticllm.errors import GenerationConfigError
+from staticllm.events import CallEnd, Event
 
 from ..generation.options.extra import function_of
 from ..grammars.parameters import Owner, Parameter, listed_parameters
-from .events import CallEnd, Event, ExpectedCalls, Output, new_call_id
 from .formats import MessageFormat
 from .headed_messages import take_harmony, take_recipients
 from .json_calls import (
@@ -21,6 +21,7 @@ from .json_calls import (
 )
 from .learnt_calls import take_learnt_calls
 from .named_arguments import take_braced_calls, take_fenced_calls, take_python_calls
+from .parser_output import ExpectedCalls, Output, new_call_id
 from .source import MalformedError, Source, Steps
 from .unquoted_values import Types
 

@@ -7,8 +7,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from .events import Output
 from .json_calls import check_word
+from .parser_output import Output
 from .source import MalformedError, Source, Steps
 
 FENCE = "```"

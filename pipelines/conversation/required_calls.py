@@ -10,9 +10,9 @@ from typing import Any
 
 from staticllm.errors import GenerationConfigError, shown
 
+from ..generation.grammar import Grammar
 from ..generation.options.extra import ToolOptions, function_of
 from ..generation.options.resolve import GenerationOptions
-from ..grammars.grammar import Grammar
 from ..grammars.parameters import (
     STRING_KEYWORDS,
     Owner,

@@ -16,9 +16,9 @@ from ..grammars.schema_facts import (
     atom_of,
     canonical,
 )
-from .events import Output
 from .json_calls import strict_json, take_json
 from .named_arguments import as_json
+from .parser_output import Output
 from .source import MalformedError, Source, Steps
 
 Types = Mapping[str, Mapping[str, Any]]

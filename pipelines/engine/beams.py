@@ -11,7 +11,7 @@ from staticllm.errors import GenerationConfigError, NumericalError, as_ours
 
 from ..generation.beam_search import BeamLimits, BeamMask, BeamSearch, Ending, Hypothesis, Successor
 from ..generation.filters import Logits
-from ..grammars.matcher import GrammarLimitError
+from ..generation.grammar_mask import GrammarLimitError
 from .client_sequences.feeds import Feeds
 from .client_sequences.state import BeamState, FeedOrder, FeedResult
 from .request import Decode, EngineRequest, Finished, OutputQueue, TokenOutput

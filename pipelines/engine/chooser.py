@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from staticllm.core import FinishReason
 
+from ..generation.grammar_mask import GrammarLimitError
 from ..generation.sampler import Choice
-from ..grammars.matcher import GrammarLimitError
 from ..programs.model_runner import Logits, SegmentResult, StepResult, not_finite
 from ..scheduling.interface import RequestStatus
 from .batch import BatchEntry

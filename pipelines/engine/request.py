@@ -18,10 +18,10 @@ from staticllm.system.typed import typed
 from ...kvcache.sequence import Conditions
 from ..generation.beam_search import BeamParams
 from ..generation.drafts import DraftParams
+from ..generation.grammar import Grammar
+from ..generation.grammar_mask import Grammars
 from ..generation.options.table import SamplingParams
 from ..generation.speech_rules import SpeechRules
-from ..grammars.compiler import GrammarCompiler
-from ..grammars.grammar import Grammar
 from .overflow import OverflowRule
 
 Decode: TypeAlias = Callable[[list[int]], str]
@@ -146,7 +146,7 @@ class EngineText:
     """What an engine needs of the tokenizer: ``decode`` to find the stop strings of beams, ``grammars`` to compile grammars."""
 
     decode: Decode
-    grammars: GrammarCompiler
+    grammars: Grammars
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,9 @@ from staticllm.errors import GenerationConfigError
 
 from ..generation.drafts import AnswerDrafts, Draft, DraftParams
 from ..generation.filters import Logits
+from ..generation.grammar_mask import ForcedTokens, GrammarMask, Grammars
 from ..generation.logits_processors import LogitsProcessor, processors_for
 from ..generation.sampler import Choice, Sampler
-from ..grammars.compiler import GrammarCompiler
-from ..grammars.mask import ForcedTokens, GrammarMask
 from ..profiling.records import EngineProgress, RequestProgress, RequestRecord
 from ..programs.model_runner import ModelRunner, SegmentResult
 from ..scheduling.request_table import RequestInfo
@@ -306,9 +305,7 @@ class PreparedGrammar:
     times: CompileTimes
 
 
-def prepare_grammar(
-    request: EngineRequest, vocab_size: int, grammars: GrammarCompiler | None
-) -> PreparedGrammar | None:
+def prepare_grammar(request: EngineRequest, vocab_size: int, grammars: Grammars | None) -> PreparedGrammar | None:
     """Compile the grammar of a request; None without a grammar.
 
     Raises:
@@ -324,9 +321,8 @@ def prepare_grammar(
     longest = request.max_new_tokens
     matcher = grammars.matcher(request.grammar, vocab_size, longest, finishes)
     seconds = time.perf_counter() - begin - (grammars.init_seconds - init_before)
-    special = grammars.vocabulary.special
     mask = GrammarMask(
-        matcher, request.stop_token_ids, special, vocab_size, grammars.times, longest if finishes else None
+        matcher, request.stop_token_ids, grammars.special, vocab_size, grammars.times, longest if finishes else None
     )
     return PreparedGrammar(mask, CompileTimes(max(0.0, seconds), grammars.init_seconds))
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from staticllm.errors import GenerationConfigError
 
-from ..grammars.mask import MAX_REFUSED
 from .filters import (
     Logits,
     draw,
@@ -20,6 +19,7 @@ from .filters import (
     weights_of,
     without_top_choices,
 )
+from .grammar_mask import MAX_REFUSED
 from .logits_processors import LogitsProcessor, Preparable, Refusing
 from .options.table import SamplingParams
 

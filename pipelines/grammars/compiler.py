@@ -8,15 +8,16 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from staticllm.errors import GenerationConfigError, StaticLLMError, last_line
 
+from ..generation.grammar import Grammar
+from ..generation.grammar_mask import AnswerMatcher, MaskTimes
 from .endings import GrammarEndings, TokenCosts
 from .fewest_tokens import TokenBounds
-from .grammar import Grammar, lead_of
-from .matcher import AnswerMatcher, LeadMatcher, Matcher, error_ahead
+from .lead import lead_of
+from .matcher import LeadMatcher, Matcher, error_ahead
 from .reasons import reason_of
 from .translation import lark_of, tree_of
 from .vocabulary import Vocabulary
@@ -30,22 +31,6 @@ MAX_KEPT = 64
 """The most grammars that are kept compiled."""
 MAX_KEPT_CHARS = 4 << 20
 """The most characters of their texts together. The last one is kept in any case."""
-
-
-@dataclass
-class MaskTimes:
-    """How long masks took, in seconds: those made while the device ran, and those for which it waited."""
-
-    num_hidden: int = 0
-    num_exposed: int = 0
-    hidden: float = 0.0
-    exposed: float = 0.0
-
-    @property
-    def hidden_share(self) -> float:
-        """The share of the time that the device did not wait for; 1.0 without masks."""
-        total = self.hidden + self.exposed
-        return self.hidden / total if total else 1.0
 
 
 class GrammarCompiler:
@@ -72,6 +57,11 @@ class GrammarCompiler:
         """The tokens of the model."""
         with self._lock:
             return self._known_vocabulary()
+
+    @property
+    def special(self) -> frozenset[int]:
+        """The ids of special tokens, which are no text."""
+        return self.vocabulary.special
 
     def matcher(
         self, grammar: Grammar, vocab_size: int, max_new_tokens: int | None = None, finishes: bool = False

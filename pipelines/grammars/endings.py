@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .grammar import Grammar
+from ..generation.grammar import Grammar
 from .short_texts import STYLES, ShortTexts, Symbols
 from .translation import has_free_text, lark_of, tree_of
 from .vocabulary import Vocabulary

@@ -16,7 +16,7 @@ try:  # Python 3.11 and later
 except ImportError:
     import sre_parse as regex_parser
 
-from .grammar import Grammar
+from ..generation.grammar import Grammar
 from .nodes import (
     Alternatives,
     FixedText,

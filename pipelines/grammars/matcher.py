@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import GenerationConfigError
 
+from ..generation.grammar_mask import GrammarLimitError
 from .endings import AnswerEnding, GrammarEndings
 
 if TYPE_CHECKING:
@@ -25,57 +26,6 @@ ENDLESS = "ff_tokens"
 MISMATCH = "doesn't satisfy the grammar"
 """What llguidance says of a token that does not match."""
 _IN_REGEX = "regex parse error:"
-
-
-class GrammarLimitError(GenerationConfigError):
-    """llguidance has reached one of its limits within an answer, which cannot go on."""
-
-
-class AnswerMatcher(Protocol):
-    """The place of one answer in what it must look like. One thread at a time.
-
-    Raises:
-        GrammarLimitError: by ``allowed`` and ``accept``, if the grammar became too complex.
-        GenerationConfigError: by ``accept``, if a token does not match.
-    """
-
-    def clone(self) -> AnswerMatcher:
-        """Return a matcher at the same place, which goes on by itself."""
-        ...
-
-    @property
-    def can_end(self) -> bool:
-        """Whether the answer so far is a whole one."""
-        ...
-
-    @property
-    def is_at_end(self) -> bool:
-        """Whether the answer so far is a whole one and nothing can follow."""
-        ...
-
-    def allowed(self) -> NDArray[np.bool_]:
-        """Return which tokens may follow, bool ``[vocab]``; nothing is said about the token that ends the answer."""
-        ...
-
-    def forced(self) -> list[int]:
-        """Return the tokens that must follow in this order; empty if there is a choice, or at the end."""
-        ...
-
-    def accept(self, tokens: Sequence[int]) -> None:
-        """Go on by these tokens, none of which may be one that ends the answer."""
-        ...
-
-    def fits(self, tokens: Sequence[int], num_left: int) -> bool:
-        """Return whether the answer can end with at most ``num_left`` tokens after ``tokens``, as far as is known."""
-        ...
-
-    def is_far(self, num_left: int) -> bool:
-        """Return whether any token ``fits``."""
-        ...
-
-    def ending_token(self) -> int | None:
-        """Return the first token of a short way to the end of the answer; None if it can end here, or no way is known."""
-        ...
 
 
 class Matcher:

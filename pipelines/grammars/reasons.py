@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .grammar import Grammar
+from ..generation.grammar import Grammar
 from .json_schema import OVERLAPPING
 from .matcher import first_line
 from .nodes import Alternatives, Node, Reference, Repeat, Rules, Schema

@@ -15,8 +15,8 @@ from typing import Any
 
 from staticllm.errors import GenerationConfigError
 
+from ..generation.grammar import Grammar
 from .ebnf import ROOT, parse_ebnf
-from .grammar import Grammar
 from .json_schema import json_value, prepared, read_schema
 from .nodes import (
     Alternatives,

@@ -14,6 +14,7 @@ from staticllm.model_dir import joins_tokens
 from staticllm.system.long_calls import LOOK_SECONDS, attended, checkpoint, told, unless
 from staticllm.system.threads import LazyThread
 
+from ..conversation.chat_templates import CHAT_TEMPLATES
 from ..engine.request import EngineText
 from ..generation.options.resolve import FileOptions
 from ..grammars.compiler import GrammarCompiler
@@ -104,7 +105,7 @@ class TextReader:
             read = read_generation_config(self._source, tokenizer) if own is None else ReadConfig(own)
             joins = given.tokenizer is None and joins_tokens(self._source)
             tool_template = read_tool_template(self._source) if given.tokenizer is None else ""
-            tools = TokenizerTools(tokenizer, joins, tool_template)
+            tools = TokenizerTools(tokenizer, joins, tool_template, CHAT_TEMPLATES)
             self._files = TextFiles(tokenizer, tools, read.config, read.file)
         except BaseException as error:  # raised again by ``files``
             self._error = error

@@ -22,6 +22,7 @@ from staticllm.errors import ConfigError, GenerationConfigError, ModelError, las
 from staticllm.system.files import read_regular
 
 from ..generation.options.extra import EXTRA_NAMES, MAX_TOKEN, check_characters
+from ..generation.options.requested_grammar import KEYWORDS
 from ..generation.options.resolve import (
     DRAFTING,
     GenerationOptions,
@@ -30,7 +31,6 @@ from ..generation.options.resolve import (
     unreadable_field,
 )
 from ..generation.options.resolve import NAMES as SHARED_NAMES
-from ..grammars.requested import KEYWORDS
 
 Task: TypeAlias = Literal["transcribe", "translate"]
 TASKS: tuple[Task, ...] = ("transcribe", "translate")

@@ -13,12 +13,13 @@ from typing import TypeVar
 
 from staticllm.core import FinishReason
 from staticllm.errors import BusyError, GenerationConfigError, StaticLLMError
+from staticllm.events import Event
 from staticllm.system.threads import POLL_SECONDS, check_may_wait, check_process, start_thread
 
-from ..conversation.events import Event
 from ..engine.client import EngineClient
 from ..engine.request import Finished, Output, OutputQueue
-from .input_processor import PreparedRequest, Prompt
+from .call import PreparedRequest
+from .chat_prompt import Prompt
 from .output_processor import (
     OutputProcessor,
     RequestOutput,
@@ -380,7 +381,7 @@ class GenerationHandle:
             )
 
     def _check_parsed(self) -> None:
-        if self._prepared.format is None:
+        if self._prepared.new_parser is None:
             raise GenerationConfigError("events of an answer that is not parsed: pass tools, or parse_tools=True")
 
     def _take_first(self) -> list[TextDelta]:

@@ -12,17 +12,16 @@ from operator import add
 import openvino_genai as genai
 
 from staticllm.core import FinishReason
+from staticllm.events import Event, message_of
 from staticllm.metrics import MICRO, PerfMetrics
 from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, GeneratedText
 
-from ..conversation.events import Event, ExpectedCalls, message_of
-from ..conversation.message_parser import MessageParser
-from ..conversation.required_calls import is_content
 from ..engine.request import CompileTimes, TokenOutput
 from ..generation.beam_search import beam_score
 from ..generation.options.resolve import GenerationOptions
+from .call import PreparedRequest
 from .detokenizer import IncrementalDetokenizer
-from .input_processor import Form, PreparedRequest
+from .inputs import Form
 
 
 @dataclass(frozen=True)
@@ -94,26 +93,6 @@ class RequestOutput:
     own_seconds: float = 0.0
 
 
-def _parser_of(prepared: PreparedRequest) -> MessageParser | None:
-    """Return what parses the answer; None for plain text."""
-    if prepared.format is None:
-        return None
-    choice = prepared.options.extra.tool_options.choice
-    calls: ExpectedCalls = "required" if _is_call_required(prepared) else "none" if choice == "none" else "auto"
-    has_one_call = not prepared.options.extra.tool_options.is_parallel
-    return MessageParser(
-        prepared.format,
-        prepared.tools,
-        calls=calls,
-        is_content=is_content(prepared.options),
-        has_one_call=has_one_call,
-    )
-
-
-def _is_call_required(prepared: PreparedRequest) -> bool:
-    return prepared.options.extra.tool_options.is_call_required
-
-
 @dataclass(frozen=True)
 class AnswerEnding:
     """The end of an answer: the answer, and its last increment; None if nothing is left to show."""
@@ -146,7 +125,7 @@ class OutputProcessor:
         options = prepared.options
         prompt = list(prepared.request.prompt)
         self._decode = _TimedDecode(prepared.decode)
-        self._parser = _parser_of(prepared)
+        self._parser = None if prepared.new_parser is None else prepared.new_parser()
         self._events: list[Event] = []
         self._wants_text = prepared.call.form != "tokens" or bool(options.stop_strings) or self._parser is not None
         self.echo = TextDelta(prompt, self._decode(prompt)) if options.echo else None
@@ -220,7 +199,7 @@ class OutputProcessor:
         events = self._parse(text)
         if self._parser is None:
             return events
-        is_cut = reason == FinishReason.LENGTH and _is_call_required(self._prepared)
+        is_cut = reason == FinishReason.LENGTH and self._prepared.options.extra.tool_options.is_call_required
         last = self._parser.cut() if is_cut else self._parser.finish()
         self._events += last
         return events + last

@@ -15,6 +15,7 @@ from staticllm.errors import ModelError, encoding, last_line, pipeline_closed
 
 from ..generation.options.resolve import GenerationOptions
 from ..generation.options.table import SamplingParams, TokenSequences
+from .conversations import Conversations
 
 Decode = Callable[[list[int]], str]
 DecodeRows = Callable[[list[list[int]]], Sequence[str]]
@@ -212,9 +213,17 @@ class TokenizerTools:
         tokenizer: The model's, or that which the user gave.
         joins_tokens: Whether the text of several tokens is known to be the texts of each, joined.
         tool_template: The chat template for conversations with tools, if the model has one beside the tokenizer's own.
+        conversations: Renders conversations and reads their answers; None if there are none, as for speech.
     """
 
-    def __init__(self, tokenizer: genai.Tokenizer, joins_tokens: bool = False, tool_template: str = "") -> None:
+    def __init__(
+        self,
+        tokenizer: genai.Tokenizer,
+        joins_tokens: bool = False,
+        tool_template: str = "",
+        conversations: Conversations | None = None,
+    ) -> None:
+        self._conversations = conversations
         self._tools: _Tools | None = _Tools(
             tokenizer,
             decoder_of(tokenizer, joins_tokens),
@@ -257,6 +266,12 @@ class TokenizerTools:
         """The chat template for conversations with tools; "" for that of the tokenizer, also if the user has set another."""
         tools = self._open
         return tools.tool_template if str(tools.tokenizer.chat_template) == tools.own_template else ""
+
+    @property
+    def conversations(self) -> Conversations:
+        """What renders conversations and reads their answers."""
+        assert self._conversations is not None, "this pipeline takes no conversations"
+        return self._conversations
 
     @property
     def _open(self) -> _Tools:

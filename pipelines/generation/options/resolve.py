@@ -19,12 +19,12 @@ from staticllm.adapters.adapter_set import AdapterUse
 from staticllm.config import whole
 from staticllm.errors import ConfigError, GenerationConfigError, shown
 
-from ...grammars.grammar import Grammar
-from ...grammars.requested import CONFIG, KEYWORDS, requested_grammar
 from ..beam_search import BeamParams, StopCriteria
 from ..drafts import DraftParams
 from ..genai_adapters import adapter_uses
+from ..grammar import Grammar
 from .extra import EXTRA_NAMES, ExtraOptions, check_characters, extra_options
+from .requested_grammar import CONFIG, KEYWORDS, requested_grammar
 from .table import OPTIONS, SAMPLING, UNLIMITED, Option, SamplingParams
 
 NAMES = tuple(

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from staticllm.core import FinishReason
 from staticllm.errors import ClosedError, PromptTooLongError
-from staticllm.pipelines.conversation.events import events_of
+from staticllm.events import events_of
 from staticllm.pipelines.conversation.sandbox import MAX_CHARS
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta, joined

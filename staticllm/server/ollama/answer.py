@@ -10,16 +10,7 @@ from typing import Any, Literal
 from pydantic_core import from_json
 
 from staticllm.core import FinishReason
-from staticllm.pipelines.conversation.events import (
-    ArgumentsDelta,
-    CallBegin,
-    CallBroken,
-    CallEnd,
-    ContentDelta,
-    Event,
-    ReasoningDelta,
-    merged,
-)
+from staticllm.events import ArgumentsDelta, CallBegin, CallBroken, CallEnd, ContentDelta, Event, ReasoningDelta, merged
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
 from staticllm.server.answers.answers import AnswerDelta, Part
 from staticllm.server.answers.results import SpelledToken, Speller

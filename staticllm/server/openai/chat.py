@@ -9,15 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from staticllm.pipelines.conversation.events import (
-    ArgumentsDelta,
-    CallBegin,
-    CallBroken,
-    ContentDelta,
-    Event,
-    ReasoningDelta,
-    merged,
-)
+from staticllm.events import ArgumentsDelta, CallBegin, CallBroken, ContentDelta, Event, ReasoningDelta, merged
 from staticllm.pipelines.text.output_processor import RequestOutput
 from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Part
 from staticllm.server.answers.asks import AnswerFields, Ask, schema_of

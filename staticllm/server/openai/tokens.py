@@ -14,9 +14,11 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from staticllm.errors import encoding
+from staticllm.pipelines.conversation.chat_templates import CHAT_TEMPLATES
 from staticllm.pipelines.conversation.sandbox import MAX_CHARS
+from staticllm.pipelines.text.chat_prompt import encode_messages
 from staticllm.pipelines.text.detokenizer import INCOMPLETE
-from staticllm.pipelines.text.input_processor import check_ids, encode_messages
+from staticllm.pipelines.text.inputs import check_ids
 from staticllm.server.answers.fields import Fields, Text, TokenId
 from staticllm.server.answers.messages import MAX_MESSAGES, Message, template_messages
 from staticllm.server.answers.results import is_text
@@ -88,7 +90,7 @@ async def tokenize(call: ApiCall, body: TokenizeRequest) -> Response:
 def _encoded(model: ServedModel, body: TokenizeRequest, text: Any) -> list[int]:
     tokenizer = model.chat.get_tokenizer()
     if body.messages is not None:
-        return encode_messages(tokenizer, model.spec.conversation(template_messages(body.messages))).ids
+        return encode_messages(tokenizer, CHAT_TEMPLATES, model.spec.conversation(template_messages(body.messages))).ids
     if not text:
         return []
     adds = body.prompt is not None if body.add_special is None else body.add_special

@@ -8,15 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
 
-from staticllm.pipelines.conversation.events import (
-    ArgumentsDelta,
-    CallBegin,
-    CallBroken,
-    CallEnd,
-    ContentDelta,
-    ReasoningDelta,
-    merged,
-)
+from staticllm.events import ArgumentsDelta, CallBegin, CallBroken, CallEnd, ContentDelta, ReasoningDelta, merged
 from staticllm.pipelines.text.output_processor import TextDelta
 from staticllm.server.answers.results import SpelledToken, Speller
 from staticllm.server.responses.items import Item, call_item, message_item, new_id, reasoning_item

@@ -13,8 +13,8 @@ from staticllm.errors import GenerationConfigError, StaticLLMError
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.beam_search import BeamParams
 from staticllm.pipelines.generation.drafts import DraftParams
+from staticllm.pipelines.generation.grammar import Grammar
 from staticllm.pipelines.generation.speech_rules import SpeechRules, TimestampParams
-from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.testing import fake_pipeline
 
 PROMPT = tuple(range(5, 25))

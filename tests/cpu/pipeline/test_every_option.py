@@ -18,8 +18,8 @@ from support.helpers import one_line
 
 from staticllm import AdapterConfig, GenerationConfigError, StaticLLMPipeline, demo_model_path, draft_model
 from staticllm.pipelines.generation.options.extra import EXTRA_NAMES
+from staticllm.pipelines.generation.options.requested_grammar import KEYWORDS
 from staticllm.pipelines.generation.options.resolve import DEFAULTS, NAMES
-from staticllm.pipelines.grammars.requested import KEYWORDS
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

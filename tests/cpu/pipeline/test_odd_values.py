@@ -8,8 +8,8 @@ from support.odd_values import VALUES, TwoLines, Unshowable, is_refused
 
 from staticllm.errors import MAX_SHOWN, GenerationConfigError, shown
 from staticllm.pipelines.generation.options.extra import EXTRA_NAMES
+from staticllm.pipelines.generation.options.requested_grammar import KEYWORDS
 from staticllm.pipelines.generation.options.resolve import NAMES, resolve
-from staticllm.pipelines.grammars.requested import KEYWORDS
 
 
 @pytest.mark.parametrize("more", [{}, {"do_sample": True}, {"num_beams": 2}], ids=["greedy", "sampling", "beams"])

@@ -15,8 +15,8 @@ from staticllm import StaticWhisperPipeline
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines import whisper_pipeline
 from staticllm.pipelines.generation.options.extra import EXTRA_NAMES
+from staticllm.pipelines.generation.options.requested_grammar import KEYWORDS
 from staticllm.pipelines.generation.options.resolve import NAMES
-from staticllm.pipelines.grammars.requested import KEYWORDS
 from staticllm.pipelines.speech.voice import FRAME
 from staticllm.pipelines.speech.whisper_config import WHISPER_NAMES
 

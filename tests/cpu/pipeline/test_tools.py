@@ -12,8 +12,8 @@ import pytest
 from support.helpers import one_line
 
 from staticllm import AssistantMessage, GenerationConfigError, PromptError, StaticLLMPipeline, ToolCall, demo_model_path
+from staticllm.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, message_of
 from staticllm.pipelines.conversation import formats
-from staticllm.pipelines.conversation.events import ArgumentsDelta, CallBegin, CallEnd, ContentDelta, message_of
 from staticllm.pipelines.text.tokenizer_tools import SpecialTokens
 from staticllm.testing import fake_pipeline
 

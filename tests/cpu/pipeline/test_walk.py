@@ -12,7 +12,7 @@ import pytest
 from staticllm.testing import fake_answer, fake_pipeline
 
 MAX_HOPS = 8
-MAX_MODULES = 33
+MAX_MODULES = 35
 ROOMS = re.compile(r"[\\/](pipelines[\\/](?:\w+[\\/])*\w+)\.py$")
 
 

@@ -23,7 +23,7 @@ from staticllm.errors import (
     to_wire,
 )
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError  # noqa: F401  so that it is in the tree
-from staticllm.pipelines.grammars.matcher import GrammarLimitError  # noqa: F401
+from staticllm.pipelines.generation.grammar_mask import GrammarLimitError  # noqa: F401
 from staticllm.server.sidecar import PortInUseError  # noqa: F401
 
 ROOT, FOLDERS = Path(__file__).parents[3], ("staticllm", "compiler_passes", "kvcache", "pipelines")

@@ -21,7 +21,7 @@ from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.engine.beams import BeamRequest
 from staticllm.pipelines.engine.request import EngineRequest, TokenOutput
 from staticllm.pipelines.generation.beam_search import BeamLimits, BeamParams, BeamSearch
-from staticllm.pipelines.grammars.grammar import Grammar
+from staticllm.pipelines.generation.grammar import Grammar
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import VOCAB_SIZE, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
 

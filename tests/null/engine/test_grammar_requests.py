@@ -20,9 +20,10 @@ from staticllm.core import FinishReason
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.engine.request import EngineRequest, EngineText, TokenOutput
 from staticllm.pipelines.generation.drafts import DraftParams
+from staticllm.pipelines.generation.grammar import Grammar
+from staticllm.pipelines.generation.grammar_mask import GrammarLimitError
 from staticllm.pipelines.generation.options.table import SamplingParams
-from staticllm.pipelines.grammars.grammar import Grammar
-from staticllm.pipelines.grammars.matcher import GrammarLimitError, Matcher
+from staticllm.pipelines.grammars.matcher import Matcher
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import VOCAB_SIZE, FakeRequest, assert_empty, fake_answer, fake_engine, fake_request, run_to_end
 

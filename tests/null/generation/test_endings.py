@@ -11,13 +11,12 @@ import pytest
 from support.engine.grammars import CLOSERS, END, OTHER_SPECIAL, compiler_of, small_vocabulary
 
 from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.generation.grammar import Grammar
+from staticllm.pipelines.generation.grammar_mask import GrammarLimitError, GrammarMask
 from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.sampler import Sampler
 from staticllm.pipelines.grammars.compiler import GrammarCompiler
 from staticllm.pipelines.grammars.endings import GrammarEndings
-from staticllm.pipelines.grammars.grammar import Grammar
-from staticllm.pipelines.grammars.mask import GrammarMask
-from staticllm.pipelines.grammars.matcher import GrammarLimitError
 from staticllm.pipelines.grammars.vocabulary import Vocabulary
 
 jsonschema = pytest.importorskip("jsonschema")

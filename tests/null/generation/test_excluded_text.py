@@ -8,7 +8,7 @@ import re
 import pytest
 from support.engine.grammars import OTHER_SPECIAL, compiler_of
 
-from staticllm.pipelines.grammars.grammar import Grammar
+from staticllm.pipelines.generation.grammar import Grammar
 from staticllm.pipelines.grammars.nodes import without
 
 pytest.importorskip("llguidance")

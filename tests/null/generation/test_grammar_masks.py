@@ -11,10 +11,10 @@ from support.engine.grammars import END, OTHER_SPECIAL, compiler_of, mask_of, ra
 from support.quick import examples
 
 from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.generation.grammar import Grammar
+from staticllm.pipelines.generation.grammar_mask import ForcedTokens
 from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.sampler import Sampler
-from staticllm.pipelines.grammars.grammar import Grammar
-from staticllm.pipelines.grammars.mask import ForcedTokens
 
 pytest.importorskip("llguidance")
 VOCAB = OTHER_SPECIAL + 1

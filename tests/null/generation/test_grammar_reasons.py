@@ -8,7 +8,7 @@ import pytest
 from support.engine.grammars import OTHER_SPECIAL, compiler_of
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.grammars.grammar import Grammar
+from staticllm.pipelines.generation.grammar import Grammar
 
 pytest.importorskip("llguidance")
 

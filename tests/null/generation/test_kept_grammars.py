@@ -9,9 +9,9 @@ from support.engine.grammars import OTHER_SPECIAL, compiler_of
 pytest.importorskip("llguidance")
 
 from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.generation.grammar import Grammar
 from staticllm.pipelines.grammars import vocabulary as vocabularies
 from staticllm.pipelines.grammars.compiler import MAX_KEPT, MAX_KEPT_CHARS
-from staticllm.pipelines.grammars.grammar import Grammar
 from staticllm.pipelines.grammars.vocabulary import TokenEncoder
 
 SIZE = OTHER_SPECIAL + 1

@@ -8,8 +8,8 @@ import pytest
 from support.engine.grammars import OTHER_SPECIAL, WORDS, compiler_of
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.grammars.grammar import Grammar
-from staticllm.pipelines.grammars.requested import requested_grammar
+from staticllm.pipelines.generation.grammar import Grammar
+from staticllm.pipelines.generation.options.requested_grammar import requested_grammar
 
 TOKENS = [(bytes([byte]), byte) for byte in range(256)] + [(word.encode(), 256 + i) for i, word in enumerate(WORDS)]
 TEXTS = (

@@ -12,7 +12,7 @@ from support.engine.grammars import OTHER_SPECIAL, compiler_of, random_answer, t
 from support.quick import examples
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.grammars.grammar import Grammar
+from staticllm.pipelines.generation.grammar import Grammar
 from staticllm.pipelines.grammars.json_schema import OVERLAPPING, rewritten
 
 jsonschema = pytest.importorskip("jsonschema")

@@ -10,8 +10,8 @@ from support.engine.grammars import END, OTHER_SPECIAL, compiler_of, encode, mas
 from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.conversation.formats import MessageFormat
 from staticllm.pipelines.conversation.required_calls import required_calls
+from staticllm.pipelines.generation.grammar import Grammar
 from staticllm.pipelines.generation.options.extra import extra_options
-from staticllm.pipelines.grammars.grammar import Grammar
 
 pytest.importorskip("llguidance")
 VOCAB = OTHER_SPECIAL + 1

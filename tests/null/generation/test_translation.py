@@ -11,9 +11,9 @@ from support.engine.grammars import END, OTHER_SPECIAL, WORDS, compiler_of, enco
 from support.quick import examples
 
 from staticllm.errors import GenerationConfigError
+from staticllm.pipelines.generation.grammar import KINDS, Grammar
 from staticllm.pipelines.grammars.ebnf import parse_ebnf
 from staticllm.pipelines.grammars.fewest_tokens import TokenBounds
-from staticllm.pipelines.grammars.grammar import KINDS, Grammar
 from staticllm.pipelines.grammars.json_schema import prepared, read_schema
 from staticllm.pipelines.grammars.nodes import Reference, Repeat, regular_rules, walk, without_tail_calls
 from staticllm.pipelines.grammars.regex import rust_regex

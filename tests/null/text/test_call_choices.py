@@ -9,14 +9,7 @@ from support.calls import LEARNT
 
 jsonschema = pytest.importorskip("jsonschema")
 
-from staticllm.pipelines.conversation.events import (  # noqa: E402
-    CallBegin,
-    CallBroken,
-    CallEnd,
-    ContentDelta,
-    merged,
-    message_of,
-)
+from staticllm.events import CallBegin, CallBroken, CallEnd, ContentDelta, merged, message_of  # noqa: E402
 from staticllm.pipelines.conversation.formats import MessageFormat  # noqa: E402
 from staticllm.pipelines.conversation.message_parser import MessageParser  # noqa: E402
 

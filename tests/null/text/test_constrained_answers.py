@@ -10,15 +10,15 @@ from support.calls import LEARNT
 from support.engine.grammars import END, compiler_of, mask_of, text_of
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.conversation.events import message_of
+from staticllm.events import message_of
 from staticllm.pipelines.conversation.formats import BLOCK, REASONING_TAGS, TAGS, MessageFormat
 from staticllm.pipelines.conversation.headed_messages import ARROWS, TAGGED
 from staticllm.pipelines.conversation.message_parser import MessageParser
 from staticllm.pipelines.conversation.required_calls import answer_grammar, is_content
+from staticllm.pipelines.generation.grammar import Grammar
 from staticllm.pipelines.generation.options.resolve import resolve
 from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.sampler import Sampler
-from staticllm.pipelines.grammars.grammar import Grammar
 
 np = pytest.importorskip("numpy")
 CALL_FORMATS = [

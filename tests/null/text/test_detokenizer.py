@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from staticllm.core import FinishReason
 from staticllm.pipelines.engine.request import EngineRequest, TokenOutput
+from staticllm.pipelines.text.call import GenerateCall, PreparedRequest
 from staticllm.pipelines.text.detokenizer import IncrementalDetokenizer
-from staticllm.pipelines.text.input_processor import GenerateCall, PreparedRequest
 from staticllm.pipelines.text.output_processor import OutputProcessor, TextDelta, joined
 from staticllm.pipelines.text.tokenizer_tools import JoinedDecoder
 

@@ -6,7 +6,7 @@ import pytest
 from support.calls import LEARNT
 
 from staticllm.errors import GenerationConfigError
-from staticllm.pipelines.conversation.events import message_of
+from staticllm.events import message_of
 from staticllm.pipelines.conversation.formats import BLOCK, MessageFormat, find_format, shows_tools
 from staticllm.pipelines.conversation.headed_messages import ARROWS, TAGGED
 from staticllm.pipelines.conversation.message_parser import MessageParser

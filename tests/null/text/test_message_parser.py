@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.calls import LEARNT
 from support.quick import examples
 
-from staticllm.pipelines.conversation.events import (
+from staticllm.events import (
     ArgumentsDelta,
     CallBegin,
     CallBroken,

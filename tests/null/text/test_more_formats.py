@@ -16,8 +16,8 @@ from support import calls
 from support.quick import examples
 
 from staticllm.errors import GenerationConfigError
+from staticllm.events import ArgumentsDelta, CallBroken, merged, message_of
 from staticllm.pipelines.conversation import template_shape
-from staticllm.pipelines.conversation.events import ArgumentsDelta, CallBroken, merged, message_of
 from staticllm.pipelines.conversation.formats import find_format, format_beside, shows_tools
 from staticllm.pipelines.conversation.message_parser import MessageParser
 from staticllm.pipelines.conversation.required_calls import required_calls

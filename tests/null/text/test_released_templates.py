@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from support.quick import examples
 
 from staticllm.errors import PromptError
+from staticllm.events import merged, message_of
 from staticllm.pipelines.conversation.chat_template import render, shape_of
-from staticllm.pipelines.conversation.events import merged, message_of
 from staticllm.pipelines.conversation.formats import find_format, format_beside
 from staticllm.pipelines.conversation.message_parser import MessageParser
 from staticllm.pipelines.conversation.required_calls import required_calls

@@ -6,7 +6,7 @@ import random
 import pytest
 from support.calls import LEARNT
 
-from staticllm.pipelines.conversation.events import CallBroken, ContentDelta, merged, message_of
+from staticllm.events import CallBroken, ContentDelta, merged, message_of
 from staticllm.pipelines.conversation.formats import MessageFormat
 from staticllm.pipelines.conversation.message_parser import MessageParser
 from staticllm.pipelines.grammars.schema_facts import fits

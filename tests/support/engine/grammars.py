@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from staticllm.pipelines.engine.state import prepare_grammar
+from staticllm.pipelines.generation.grammar_mask import GrammarMask
 from staticllm.pipelines.generation.options.table import SamplingParams
 from staticllm.pipelines.generation.sampler import Sampler
 from staticllm.pipelines.grammars.compiler import GrammarCompiler
-from staticllm.pipelines.grammars.mask import GrammarMask
 from staticllm.pipelines.grammars.vocabulary import Vocabulary
 
 WORDS = (

@@ -2,7 +2,8 @@
 
 import itertools
 
-from staticllm.pipelines.grammars.matcher import GrammarLimitError, Matcher
+from staticllm.pipelines.generation.grammar_mask import GrammarLimitError
+from staticllm.pipelines.grammars.matcher import Matcher
 
 
 def limit_grammars(monkeypatch, num_calls=12):

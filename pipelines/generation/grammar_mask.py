@@ -1,4 +1,8 @@
-"""The logits processor of grammars, which forbids what the grammar does not allow, and the drafter of what it forces."""
+"""The logits processor of grammars, which forbids what the grammar does not allow, and the drafter of what it forces.
+
+This is where an engine meets grammars: it knows their value (``Grammar``), what follows an answer through one
+(``AnswerMatcher``), and what compiles them (``Grammars``), and nothing of how that is done (``pipelines/grammars``).
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,14 @@ import copy
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.errors import GenerationConfigError
 
-from .compiler import MaskTimes
-from .matcher import AnswerMatcher
+from .grammar import Grammar
 
 Draft = TypeVar("Draft")
 
@@ -22,6 +25,96 @@ MAX_REFUSED = 4
 """The most tokens of one place that are refused one by one; then the answer goes a short way to its end."""
 FEW = 4096
 """With at most this many allowed tokens, their logits are gathered; with more, the others are overwritten."""
+
+
+@dataclass
+class MaskTimes:
+    """How long masks took, in seconds: those made while the device ran, and those for which it waited."""
+
+    num_hidden: int = 0
+    num_exposed: int = 0
+    hidden: float = 0.0
+    exposed: float = 0.0
+
+    @property
+    def hidden_share(self) -> float:
+        """The share of the time that the device did not wait for; 1.0 without masks."""
+        total = self.hidden + self.exposed
+        return self.hidden / total if total else 1.0
+
+
+class GrammarLimitError(GenerationConfigError):
+    """A grammar became too complex within an answer, which cannot go on."""
+
+
+class AnswerMatcher(Protocol):
+    """The place of one answer in what it must look like. One thread at a time.
+
+    Raises:
+        GrammarLimitError: by ``allowed`` and ``accept``, if the grammar became too complex.
+        GenerationConfigError: by ``accept``, if a token does not match.
+    """
+
+    def clone(self) -> AnswerMatcher:
+        """Return a matcher at the same place, which goes on by itself."""
+        ...
+
+    @property
+    def can_end(self) -> bool:
+        """Whether the answer so far is a whole one."""
+        ...
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether the answer so far is a whole one and nothing can follow."""
+        ...
+
+    def allowed(self) -> NDArray[np.bool_]:
+        """Return which tokens may follow, bool ``[vocab]``; nothing is said about the token that ends the answer."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Return the tokens that must follow in this order; empty if there is a choice, or at the end."""
+        ...
+
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Go on by these tokens, none of which may be one that ends the answer."""
+        ...
+
+    def fits(self, tokens: Sequence[int], num_left: int) -> bool:
+        """Return whether the answer can end with at most ``num_left`` tokens after ``tokens``, as far as is known."""
+        ...
+
+    def is_far(self, num_left: int) -> bool:
+        """Return whether any token ``fits``."""
+        ...
+
+    def ending_token(self) -> int | None:
+        """Return the first token of a short way to the end of the answer; None if it can end here, or no way is known."""
+        ...
+
+
+class Grammars(Protocol):
+    """Compiles grammars for one tokenizer. Any thread may call."""
+
+    times: MaskTimes
+    init_seconds: float
+    """The time to read the vocabulary and to prepare the compiler for it."""
+
+    @property
+    def special(self) -> Collection[int]:
+        """The ids of special tokens, which are no text."""
+        ...
+
+    def matcher(
+        self, grammar: Grammar, vocab_size: int, max_new_tokens: int | None = None, finishes: bool = False
+    ) -> AnswerMatcher:
+        """Return the place of an answer at the beginning of a grammar.
+
+        Raises:
+            GenerationConfigError: it cannot be compiled, or has no answer of at most ``max_new_tokens`` tokens.
+        """
+        ...
 
 
 @dataclass(frozen=True)

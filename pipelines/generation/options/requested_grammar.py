@@ -11,7 +11,7 @@ import openvino_genai as genai
 
 from staticllm.errors import GenerationConfigError, shown
 
-from .grammar import Grammar
+from ..grammar import Grammar
 
 CONFIG = "structured_output_config"
 Config = genai.StructuredOutputConfig
