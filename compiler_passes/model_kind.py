@@ -11,9 +11,8 @@ import openvino as ov
 
 from staticllm.devices import get_core
 from staticllm.errors import ModelError
-from staticllm.model_dir import read_model
+from staticllm.model_dir import given_as, read_model
 from staticllm.ports import INPUT_IDS, LOGITS
-from staticllm.sources.converted import given_as
 
 from .shapes.select_output import HIDDEN_STATES, pooled_output
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from npu_programs import programs_to_check
 
 from staticllm.errors import DeviceError, StaticLLMError
+from staticllm.pipelines.loading.npu_platform import PLATFORMS
 from staticllm.pipelines.npu_compiler.child_compiler import ChildCompiler
 from staticllm.pipelines.npu_compiler.find import find_compiler
-from staticllm.pipelines.npu_compiler.platforms import PLATFORMS
 from staticllm.pipelines.npu_compiler.wine_setup import set_up
 from staticllm.system.table import table
 

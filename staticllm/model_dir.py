@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,10 +11,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from staticllm.core import OnProgress
 from staticllm.errors import ModelError, enough_memory, last_line
 from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML
-from staticllm.sources.hub import located
 from staticllm.system.files import open_regular, read_regular
 from staticllm.system.ir_file import MAX_XML, Constant, IrError, IrFile, packed_texts, read_ir
 from staticllm.wire.file_stamp import Stamp, stamp_of
@@ -36,37 +33,26 @@ def demo_model_path() -> Path:
     return Path(__file__).parent / "demo_model"
 
 
-def check_model_dir(
-    path: str | bytes | os.PathLike[str],
+def check_model_files(
+    directory: Path,
     needs_tokenizer: bool = True,
     weights: str | None = None,
     is_encrypted: bool = False,
-    on_progress: OnProgress = lambda event: None,
     model_file: str = MODEL_XML,
 ) -> Path:
     """Check that a directory has a complete IR, and a tokenizer if that is needed, and return it.
 
-    ``path`` may also be the ``openvino_model.xml`` in it, a GGUF file, which is converted once, or a name on Hugging Face whose
-    files are in the cache of this machine; nothing is downloaded. ``weights``: the weights file, if it is not beside the IR. The
-    size of an encrypted weights file is not known in advance, so it only has to exist. ``model_file``: another IR in a directory
-    that its pipeline has checked. Raises ``ModelError`` (there is no
-    OpenVINO model; the message says what is there and which command helps. Or a file is truncated or damaged; the message
-    names it).
+    ``weights``: the weights file, if it is not beside the IR. The size of an encrypted weights file is not known in advance, so
+    it only has to exist. ``model_file``: another IR in a directory that its pipeline has checked.
+
+    Raises:
+        ModelError: a file is missing, truncated or damaged; the message names it.
     """
-    if isinstance(path, Path) and path in _IN_MEMORY:
-        return path
-    if isinstance(path, str) and "<net" in path:
-        raise ModelError("a model as a str needs its weights: pass an openvino.Tensor with them, then the tokenizer")
-    directory = path_of(path)
+    if is_in_memory(directory):
+        return directory
     if model_file != MODEL_XML:
         check_ir(directory / model_file, Path(weights) if weights else None, is_encrypted)
         return directory
-    found = located(directory, needs_tokenizer)
-    if not found.is_loadable:
-        raise ModelError(found.problem)
-    if found.is_guess:
-        warnings.warn(f"{found.note}: write that name to have the same model whatever else is pulled", stacklevel=4)
-    directory = _converted(found.directory, on_progress) if found.is_converted else found.directory
     for name in (MODEL_XML, *(TOKENIZER_XML if needs_tokenizer else ())):
         is_model = name == MODEL_XML
         ir = check_ir(directory / name, Path(weights) if weights and is_model else None, is_encrypted and is_model)
@@ -75,18 +61,27 @@ def check_model_dir(
     return directory
 
 
+def note_given(directory: Path, path: Path) -> None:
+    """Note what a user gave for a model directory that was made of it, for messages."""
+    _GIVEN[directory] = path
+
+
+def given_as(directory: Path) -> str:
+    """Return what a user calls a model directory: the file that it was made of in this process, or itself."""
+    return str(_GIVEN.get(directory, directory))
+
+
+def is_in_memory(directory: object) -> bool:
+    """Return whether this is the name of a model that is not on disk."""
+    return isinstance(directory, Path) and directory in _IN_MEMORY
+
+
 def path_of(path: object) -> Path:
     """Return the path that a user gave. Raises ``ModelError`` (it is none)."""
     try:
         return Path(os.fsdecode(path))  # type: ignore[arg-type]
     except Exception:  # it is of another type, or of a caller's class
         raise ModelError(f"models_path is a {type(path).__name__}: must be the path of a model directory") from None
-
-
-def _converted(path: Path, on_progress: OnProgress) -> Path:
-    from staticllm.sources.converted import converted  # it imports NumPy, which helps of commands do not need
-
-    return converted(path, on_progress)
 
 
 def joins_tokens(directory: Path) -> bool:
@@ -148,6 +143,7 @@ def model_in_memory(name: Path) -> ModelInMemory | None:
     return _IN_MEMORY.get(name)
 
 
+_GIVEN: dict[Path, Path] = {}
 _IN_MEMORY: dict[object, ModelInMemory] = {}
 DECODER_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 """What decoders call the number of positions. Encoders with relative ones have ``n_positions`` without a limit."""

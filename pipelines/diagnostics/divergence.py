@@ -20,7 +20,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.devices import get_core, kind
 from staticllm.errors import ConfigError, ModelError, last_line
-from staticllm.model_dir import check_model_dir
+from staticllm.sources.model_at import check_model_dir
 
 from ...kvcache.step import Segment
 from ..loading.decoder_kind import DecoderPlan, prepare

@@ -26,9 +26,10 @@ from staticllm.errors import (
     UnsupportedModelError,
     last_line,
 )
-from staticllm.model_dir import check_model_dir, demo_model_path, read_model
+from staticllm.model_dir import demo_model_path, read_model
 from staticllm.model_paths.path_kinds import SPEECH
 from staticllm.sources.hub import located
+from staticllm.sources.model_at import check_model_dir
 
 from ...compiler_passes.graph.compressed_matrix import find_compressed_matrices, is_symmetric
 from ...compiler_passes.model_kind import kind_in

@@ -12,9 +12,10 @@ import openvino as ov
 
 from staticllm.core import OnProgress, ProgramMode
 from staticllm.devices import check_device, get_core
-from staticllm.model_dir import check_model_dir, read_model
+from staticllm.model_dir import read_model
 from staticllm.model_paths.path_kinds import SPEECH
 from staticllm.sources.hub import located
+from staticllm.sources.model_at import check_model_dir
 
 from ..artifacts.blob_set import read_manifest, rewrite_manifest
 from ..artifacts.manifest import Manifest

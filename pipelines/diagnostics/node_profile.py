@@ -14,6 +14,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.devices import get_core, supported_properties
 from staticllm.errors import ConfigError
+from staticllm.sources.model_at import check_model_dir
 
 from ..loading.decoder_kind import DecoderPlan, prepare
 from ..programs.chain import device_models
@@ -54,7 +55,7 @@ def profile_calls(
     Each of ``calls`` chooses a variant among those of the pipeline. ``on_progress``: (calls profiled, all calls). Raises
     ``ConfigError`` (the device has no counters; and what ``prepare`` raises).
     """
-    plan = counting(prepare(models_path, device, config))
+    plan = counting(prepare(check_model_dir(models_path, False), device, config))
     variants = tuple(dict.fromkeys(choose(plan.variants) for choose in calls))
     for number, variant in enumerate(variants):
         on_progress(number, len(variants))

@@ -16,9 +16,10 @@ from staticllm.core import Variant
 from ...compiler_passes.blocks.chain_model import OfPort
 from ..costs.model import CostModel
 from ..loading.kind import LoadJob
+from ..loading.npu_compiler import Schedule
+from ..loading.npu_platform import Platform
 from ..loading.npu_target import CompiledForNPU
-from ..npu_compiler.platforms import Platform
-from ..npu_compiler.schedule import Schedule, heaviest
+from ..npu_compiler.schedule import heaviest
 from ..programs.chain import CompiledChain, EntryOf, HostPart, PartBlob, PlannedCall, wire_bytes
 from ..programs.compile import CompilePlan, compile_all
 from ..programs.variant_index import VariantIndex, plan_chunks

@@ -11,6 +11,7 @@ import openvino as ov
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Part, Variant
 from staticllm.devices import get_core, is_present, kind, type_name
+from staticllm.sources.model_at import check_model_dir
 
 from ..loading.decoder_kind import prepare
 from ..programs.autotune import LARGE_GROUP, Probe, repeated_matrices
@@ -64,7 +65,7 @@ def probe_times(models_path: str | os.PathLike[str], device: str, config: Static
     The calibration chooses by the same products (``pipelines/programs/autotune.py``). The candidates run in turn, and no cache
     holds the weights. Only the CPU has candidates, and only models with compressed weights. Raises what ``prepare`` raises.
     """
-    plan = prepare(models_path, device, config)
+    plan = prepare(check_model_dir(models_path, False), device, config)
     matrices = repeated_matrices(plan.lowered.graph.model) if kind(device) == "CPU" else []
     if not matrices:
         return

@@ -16,6 +16,7 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from staticllm.core import Variant
+from staticllm.sources.model_at import check_model_dir
 
 from ..costs.probe import timed_run
 from ..llm_pipeline import StaticLLMPipeline
@@ -63,7 +64,7 @@ class StaticCalls:
     ) -> None:
         self._pipe = pipe
         self._engine = pipe.engine
-        self._plan = counting(prepare(models_path, pipe.device, pipe.config))
+        self._plan = counting(prepare(check_model_dir(models_path, False), pipe.device, pipe.config))
         self._programs = cast("BoundPrograms", self._engine.runner.programs)
         self._counted: dict[Variant, CountedRuns] = {}
         self._compiled: dict[Variant, ov.CompiledModel] = {}

@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 
 from staticllm.core import EncoderShape, EncoderVariant, Pooling, ProgramLayout, Size, mode_of
 from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
+from staticllm.model_dir import given_as
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.ports import INPUT_IDS
-from staticllm.sources.converted import given_as
 
 from ...compiler_passes import model_kind
 from ...compiler_passes.encoder import encoder_passes

@@ -19,7 +19,7 @@ from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.config import StaticLLMConfig
 from staticllm.core import KVType, ModelShape, OnProgress, Part, ProgramLayout, Variant, mode_of
 from staticllm.devices import check_device, default_kv_type, get_core, npu_platform
-from staticllm.model_dir import check_model_dir, weights_size
+from staticllm.model_dir import check_model_files, path_of, weights_size
 
 from ...compiler_passes.decoder import decoder_passes, with_adapters
 from ...compiler_passes.graph.step_graph import StepGraph
@@ -317,7 +317,7 @@ def job_of(
     """
     is_encrypted = config.weights_decryption_callback is not None
     file = config.model_file
-    directory = check_model_dir(models_path, False, config.weights_path, is_encrypted, on_progress, file)
+    directory = check_model_files(path_of(models_path), False, config.weights_path, is_encrypted, file)
     core = get_core()
     name = check(get_core(), device)
     kv_type = config.kv_cache_precision or default_kv_type(core, name, *phase_properties(name, config).values())

@@ -23,8 +23,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, Part, ProgressEvent
 from staticllm.devices import get_core
 from staticllm.errors import ModelError
-from staticllm.model_dir import read_model, weights_of
-from staticllm.sources.converted import given_as
+from staticllm.model_dir import given_as, read_model, weights_of
 from staticllm.system.heap import return_large_blocks
 from staticllm.system.long_calls import attended, told
 from staticllm.system.mapped_weights import MappedWeights

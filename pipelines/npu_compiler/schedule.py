@@ -11,12 +11,12 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from staticllm.errors import DeviceError, shown
 
-from .platforms import Platform
+from ..loading.npu_compiler import LayerTime, Schedule
+from ..loading.npu_platform import Platform
 
 MAX_TRACE = 128 << 20
 """The most bytes of a trace. A block of a 0.5B model has 0.2 MB, a whole program of 24 such blocks 6 MB."""
@@ -31,43 +31,6 @@ _SLOW_BYTES_PER_US = 10e3
 _TASK_US = 0.85
 _TOO_MUCH = 0.75
 _Event: TypeAlias = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class LayerTime:
-    """Predicted microseconds of one layer by engine, summed over all tasks, which run in parallel: more than it takes.
-
-    ``name`` is that of the node, ``kind`` its operation.
-    """
-
-    name: str
-    kind: str
-    dma: float
-    dpu: float
-    shave: float
-
-    @property
-    def total(self) -> float:
-        """The sum over the engines, by which layers are compared."""
-        return self.dma + self.dpu + self.shave
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """What the compiler predicts for one run of a program, in microseconds.
-
-    ``total`` is the time from the first task to the end of the last. ``engines`` has the time in which at least one task of the
-    engine runs (``DMA``, ``DPU``, ``SHAVE``), and ``sums`` the sum over all of its tasks. ``repriced`` is the total with reads
-    of 4-bit weights at the price of their bytes; on platforms that price them right it equals ``total``.
-    """
-
-    total: float
-    repriced: float
-    engines: Mapping[str, float]
-    sums: Mapping[str, float]
-    num_dma_tasks: int
-    layers: tuple[LayerTime, ...]
-    """The layers, dearest first."""
 
 
 def read_schedule(data: bytes, platform: Platform) -> Schedule:

@@ -36,7 +36,7 @@ from staticllm.cli.options import (
 from staticllm.cli.progress import Progress, progress
 from staticllm.config import StaticLLMConfig
 from staticllm.errors import ModelError, last_line
-from staticllm.model_dir import check_model_dir
+from staticllm.sources.model_at import check_model_dir
 from staticllm.system.files import read_regular
 from staticllm.system.table import markdown
 

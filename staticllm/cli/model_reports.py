@@ -210,7 +210,7 @@ def doctor(
     """
     model = one_model(model, named)
     if platform is not None:
-        from staticllm.pipelines.npu_compiler.platforms import platform_of
+        from staticllm.pipelines.loading.npu_platform import platform_of
 
         platform_of(platform)
         if model is None:

@@ -51,9 +51,9 @@ def npu_target(
         yield None
         return
     from staticllm.pipelines.artifacts.measurements import usable_cores
+    from staticllm.pipelines.loading.npu_platform import platform_of
     from staticllm.pipelines.loading.npu_target import NPUTarget
     from staticllm.pipelines.npu_compiler.find import find_compiler
-    from staticllm.pipelines.npu_compiler.platforms import platform_of
 
     known = platform_of(platform)
     found = tuple(find_compiler(compiler) for _ in range(min(usable_cores(), MOST_COMPILERS)))

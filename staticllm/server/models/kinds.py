@@ -14,7 +14,7 @@ from staticllm.compiler_passes.model_kind import SCORES, check_kind, kind_of
 from staticllm.core import OnProgress
 from staticllm.devices import check_device, default_mode, get_core, is_present, known_properties, named_devices
 from staticllm.errors import ModelError, StaticLLMError
-from staticllm.model_dir import check_model_dir, read_model
+from staticllm.model_dir import read_model
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.model_paths.path_kinds import SPEECH
 from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
@@ -49,6 +49,7 @@ from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline
 from staticllm.properties import DECODER_OPTIONS
 from staticllm.server.models.device_engines import DeviceEngines
 from staticllm.sources.hub import located
+from staticllm.sources.model_at import check_model_dir
 
 Pipeline: TypeAlias = StaticLLMPipeline | StaticEmbeddingPipeline | StaticRerankPipeline | StaticWhisperPipeline
 ENCODER_REQUESTS = 16

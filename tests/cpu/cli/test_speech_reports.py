@@ -15,8 +15,8 @@ from staticllm.devices import check_known
 from staticllm.errors import ConfigError
 from staticllm.pipelines.diagnostics import speech_diagnosis
 from staticllm.pipelines.diagnostics.kinds import diagnosis_of, jobs_in, verdicts_of
+from staticllm.pipelines.loading.npu_platform import PLATFORMS
 from staticllm.pipelines.loading.npu_target import NPUTarget
-from staticllm.pipelines.npu_compiler.platforms import PLATFORMS
 from staticllm.pipelines.speech.speech_files import speech_files
 
 PARTS = ["encoder_model", "decoder_model"]

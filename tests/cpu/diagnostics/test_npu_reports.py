@@ -26,10 +26,10 @@ from staticllm.pipelines.diagnostics.doctor import SYMMETRIC_4_BIT, SYMMETRIC_8_
 from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
 from staticllm.pipelines.diagnostics.npu_reports import NOT_REPEATING
 from staticllm.pipelines.loading.export import export_set
+from staticllm.pipelines.loading.npu_platform import PLATFORMS
 from staticllm.pipelines.loading.npu_target import NPUTarget
 from staticllm.pipelines.npu_compiler import find
 from staticllm.pipelines.npu_compiler.child_compiler import ChildCompiler, Launch
-from staticllm.pipelines.npu_compiler.platforms import PLATFORMS
 
 LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 16
 """Of the tiny model ``qwen2``."""

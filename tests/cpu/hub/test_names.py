@@ -14,10 +14,11 @@ from support.hub import Repository, wait_for
 from support.models import gguf_files
 
 from staticllm import ModelError, StaticLLMPipeline
-from staticllm.model_dir import check_model_dir, demo_model_path
+from staticllm.model_dir import demo_model_path
 from staticllm.sources.converted import converted
 from staticllm.sources.hub import located
 from staticllm.sources.hub_files import is_gguf_model, quant_of
+from staticllm.sources.model_at import check_model_dir
 
 DEMO, GGUFS = "small/demo-ov", "some/demo-GGUF"
 

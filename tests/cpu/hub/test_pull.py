@@ -13,8 +13,9 @@ from support.command_line import STATICLLM
 from support.hub import COMMIT, git_digest, wait_for
 
 from staticllm import ModelError, StaticEmbeddingPipeline, StaticLLMPipeline, StaticRerankPipeline
-from staticllm.model_dir import check_model_dir, demo_model_path
+from staticllm.model_dir import demo_model_path
 from staticllm.sources import hub_downloads
+from staticllm.sources.model_at import check_model_dir
 
 NAME = "small/demo-ov"
 NEEDED = {path.name for path in demo_model_path().iterdir() if path.suffix in (".xml", ".bin", ".json", ".jinja")}

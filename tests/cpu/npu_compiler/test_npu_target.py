@@ -13,9 +13,9 @@ from staticllm.compiler_passes.graph.step_graph import named_parameter, named_re
 from staticllm.errors import BlobError
 from staticllm.pipelines.artifacts.fingerprint import Fingerprint
 from staticllm.pipelines.loading import import_set
+from staticllm.pipelines.loading.npu_compiler import NPUProgram
+from staticllm.pipelines.loading.npu_platform import PLATFORMS
 from staticllm.pipelines.loading.npu_target import NPUTarget, check_requirements
-from staticllm.pipelines.npu_compiler.compiler import NPUProgram
-from staticllm.pipelines.npu_compiler.platforms import PLATFORMS
 from staticllm.pipelines.programs.chain import HostPart, PartBlob
 
 HERE = ov.get_version().partition("-")[0]

@@ -20,8 +20,8 @@ from staticllm.core import EncoderVariant
 from staticllm.errors import DeviceError
 from staticllm.pipelines.artifacts.blob_set import read_manifest
 from staticllm.pipelines.embedding.encoder_kind import BLOCK_ROWS
+from staticllm.pipelines.loading.npu_platform import PLATFORMS
 from staticllm.pipelines.npu_compiler.find import find_compiler
-from staticllm.pipelines.npu_compiler.platforms import PLATFORMS
 
 QUANTIZED = {"NPU_COMPILER_DYNAMIC_QUANTIZATION": "YES"}
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from staticllm.errors import ConfigError, DeviceError
-from staticllm.pipelines.npu_compiler.platforms import PLATFORMS
+from staticllm.pipelines.loading.npu_platform import PLATFORMS
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 

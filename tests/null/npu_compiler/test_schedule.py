@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staticllm.errors import ConfigError, DeviceError
+from staticllm.pipelines.loading.npu_platform import PLATFORMS, platform_of
 from staticllm.pipelines.npu_compiler import schedule as module
-from staticllm.pipelines.npu_compiler.platforms import PLATFORMS, platform_of
 from staticllm.pipelines.npu_compiler.refusal import Log, refused_text
 from staticllm.pipelines.npu_compiler.schedule import heaviest, read_schedule
 

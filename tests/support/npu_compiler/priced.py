@@ -6,8 +6,7 @@ import json
 import re
 
 from staticllm.errors import DeviceError
-from staticllm.pipelines.npu_compiler.compiler import NPUProgram
-from staticllm.pipelines.npu_compiler.schedule import LayerTime, Schedule
+from staticllm.pipelines.loading.npu_compiler import LayerTime, NPUProgram, Schedule
 
 TAIL_US, REQUIREMENTS = 50.0, "npu=4000;t=4"
 _NAME = re.compile(r"(\w+?)\d+ of \w+\[(\d+)(?:x(\d+))?")

@@ -8,10 +8,45 @@ from typing import Protocol
 
 import openvino as ov
 
-from .schedule import Schedule
-
 DEFAULT_SECONDS = 600.0
 """How long one program may be compiled by default."""
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """Predicted microseconds of one layer by engine, summed over all tasks, which run in parallel: more than it takes.
+
+    ``name`` is that of the node, ``kind`` its operation.
+    """
+
+    name: str
+    kind: str
+    dma: float
+    dpu: float
+    shave: float
+
+    @property
+    def total(self) -> float:
+        """The sum over the engines, by which layers are compared."""
+        return self.dma + self.dpu + self.shave
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the compiler predicts for one run of a program, in microseconds.
+
+    ``total`` is the time from the first task to the end of the last. ``engines`` has the time in which at least one task of the
+    engine runs (``DMA``, ``DPU``, ``SHAVE``), and ``sums`` the sum over all of its tasks. ``repriced`` is the total with reads
+    of 4-bit weights at the price of their bytes; on platforms that price them right it equals ``total``.
+    """
+
+    total: float
+    repriced: float
+    engines: Mapping[str, float]
+    sums: Mapping[str, float]
+    num_dma_tasks: int
+    layers: tuple[LayerTime, ...]
+    """The layers, dearest first."""
 
 
 @dataclass(frozen=True)
