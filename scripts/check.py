@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import draw_imports
 from _setup import ROOT, ensure_environment, make_environment, run
 
 FOLDERS = {"staticllm": "", "compiler_passes": "compiler_passes", "kvcache": "kvcache", "pipelines": "pipelines"}
@@ -66,6 +67,8 @@ def check_sizes() -> None:
     long = [entry for entry in lengths if entry[0] > MAX_FUNCTION_LINES]
     share = len(long) / len(lengths)
     print(f"{len(lengths)} functions, {len(long)} over {MAX_FUNCTION_LINES} lines ({share:.1%})")
+    parts = draw_imports.sizes()
+    print(f"{sum(parts.values())} lines: {', '.join(f'{name} {count}' for name, count in parts.items())}")
     if share >= MAX_LONG_SHARE:
         sys.exit(f"too many long functions: {long}")
 

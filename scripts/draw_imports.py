@@ -17,6 +17,47 @@ ONE_ROOM = ("compiler_passes", "kvcache")
 """The folders whose own files are one room."""
 DOOR = "staticllm"
 """The room of ``staticllm/__init__.py``, which only names what others hold. Nothing below it may need it."""
+KERNEL = (
+    *(
+        f"staticllm/{name}"
+        for name in ("core", "errors", "version", "devices", "metrics", "config", "properties", "ports")
+    ),
+    *(f"staticllm/{name}" for name in ("results", "events", "model_dir", "system", "wire", "children")),
+    *("staticllm/model_paths", "staticllm/adapters", "compiler_passes", "kvcache"),
+    *(f"pipelines/{name}" for name in ("costs", "profiling", "generation", "programs", "artifacts", "loading")),
+    *(f"pipelines/{name}" for name in ("scheduling", "engine", "text")),
+)
+"""What runs a decoder: from a graph and a request in token ids to tokens and their text. It imports no feature."""
+_CLI = "staticllm/cli"
+FEATURES = {
+    "grammars and conversation": ("pipelines/grammars", "pipelines/conversation"),
+    "embedding and WindVE": (
+        *(f"pipelines/{name}" for name in ("embedding", "encoder_pipeline", "text_embedding_pipeline")),
+        "pipelines/text_rerank_pipeline",
+        *(f"{_CLI}/{name}" for name in ("embed", "plan_embed", "texts", "vector_files")),
+    ),
+    "daemon and attach": (
+        *("staticllm/daemon", "staticllm/attach", "pipelines/daemon_client", f"{_CLI}/attach", f"{_CLI}/daemon"),
+    ),
+    "server": ("staticllm/server", f"{_CLI}/serve"),
+    "speech": ("pipelines/speech", "pipelines/whisper_pipeline", f"{_CLI}/transcribe"),
+    "files of others": (
+        *("staticllm/sources", "staticllm/export", "pipelines/conversion"),
+        *(f"{_CLI}/{name}" for name in ("export", "pulling", "models")),
+    ),
+    "NPU elsewhere": ("pipelines/npu_compiler", f"{_CLI}/npu_compiler", f"{_CLI}/npu_platform"),
+    "diagnostics": (
+        "pipelines/diagnostics",
+        f"{_CLI}/bench",
+        f"{_CLI}/model_reports",
+        f"{_CLI}/trace",
+        f"{_CLI}/doctor",
+    ),
+    "simulator": ("pipelines/simulator", f"{_CLI}/simulate"),
+}
+"""What stands beside each other above the kernel. A cluster is a part of the server that nothing else imports."""
+DOORS = "doors"
+"""What puts kernel and features together for users: pipelines, commands, fakes."""
 Graph = dict[str, set[str]]
 
 
@@ -91,6 +132,21 @@ def direct(room: str, rooms: Mapping[str, set[str]]) -> list[str]:
         return reached[other]
 
     return sorted(each for each in rooms[room] if not any(each in below(other) for other in rooms[room]))
+
+
+def part_of(place: str) -> str:
+    """Return ``kernel``, the name of a feature, or ``doors``."""
+    parts = {"kernel": KERNEL, **FEATURES}
+    names = (name for name, roots in parts.items() for root in roots if place == root or place.startswith(f"{root}/"))
+    return next(names, DOORS)
+
+
+def sizes() -> dict[str, int]:
+    """Return the lines of each part."""
+    found = dict.fromkeys(("kernel", *FEATURES, DOORS), 0)
+    for place, path in files().items():
+        found[part_of(place)] += len(path.read_text(encoding="utf-8").splitlines())
+    return found
 
 
 def drawing() -> str:

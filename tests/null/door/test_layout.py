@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -189,6 +190,29 @@ def test_no_scripts_import_each_other_in_a_circle(root):
         }
         assert any(needs.values())
         assert not circles_of(needs)
+
+
+@pytest.fixture(scope="module")
+def drawn(root):
+    """The script that draws the house, and has the table of its parts."""
+    return runpy.run_path(str(root / "scripts" / "draw_imports.py"))
+
+
+def test_the_kernel_imports_no_feature(drawn):
+    part_of = drawn["part_of"]
+    needs = drawn["graph_of_files"]()
+    kernel = {place: others for place, others in needs.items() if part_of(place) == "kernel"}
+    assert len(kernel) > 150
+    up = [f"{place} -> {other}" for place, others in kernel.items() for other in others if part_of(other) != "kernel"]
+    assert not up, "the kernel knows protocols and values of its own; what implements them is handed to it"
+
+
+def test_each_root_of_the_table_of_parts_exists(drawn, root):
+    roots = [*drawn["KERNEL"], *(each for roots in drawn["FEATURES"].values() for each in roots)]
+    assert len(roots) == len(set(roots))
+    assert not [each for each in roots if not ((root / each).is_dir() or (root / f"{each}.py").is_file())]
+    parts = {drawn["part_of"](place) for place in drawn["files"]()}
+    assert parts == {"kernel", "doors", *drawn["FEATURES"]}
 
 
 def test_the_search_finds_circles():
