@@ -79,7 +79,8 @@ def _factors_of(header: _Header, layout: StoredLayout, path: str | os.PathLike[s
     factors = header.factors or 0
     if not 0 <= factors < layout.num_factors:
         raise SnapshotError(
-            f"{str(path)!r} has keys of RoPE factors {factors}, the model has {layout.num_factors}: save it again"
+            f"{str(path)!r} has keys of RoPE factors {factors}, the model takes {layout.num_factors} for its lengths: load it "
+            "with a greater MAX_PROMPT_LEN + MIN_RESPONSE_LEN, or save it again with these"
         )
     return factors
 

@@ -299,9 +299,7 @@ class NoPlanError(Exception):
 def _fallback(view: View) -> Plan:
     """Return the plan of ``fcfs``; if it is illegal too, run the first request that can run alone, and preempt all others.
 
-    Without requests, the most urgent job runs. Slots that the others share among them are free without all of them, although each
-    alone frees none: a plan that breaks only the rule of free slots is left to the batch builder, which counts them. Raises
-    ``NoPlanError`` (no request can run).
+    Without requests, the most urgent job runs. Raises ``NoPlanError`` (no request can run).
     """
     if not view.requests:
         return Plan(job=min(view.jobs, key=urgency).id)
@@ -316,9 +314,8 @@ def _fallback(view: View) -> Plan:
             for plan in alone(view, request):
                 try:
                     return check(plan, view)
-                except IllegalPlanError as error:
-                    if error.rule == "free-slots" and plan.preempt:
-                        return plan
+                except IllegalPlanError:
+                    continue
         raise NoPlanError(requests[0].id) from None
 
 

@@ -363,7 +363,7 @@ def _check_resources(plan: Plan, view: View, known: dict[int, RequestView]) -> N
         )
     freed = sum(known[request].own_slots for request in (*plan.swap_out, *plan.preempt))
     brought = sum(known[request].num_computed for request in plan.swap_in if not known[request].in_arena)
-    if plan.num_rows + brought > view.free_slots + freed:
+    if plan.num_rows + brought > view.free_slots + freed and not _has_arena_alone(plan, view):
         raise IllegalPlanError(
             "free-slots",
             f"{plan.num_rows + brought} KV slots are needed, {view.free_slots + freed} are free: swap out or preempt a request",
@@ -381,3 +381,13 @@ def _check_resources(plan: Plan, view: View, known: dict[int, RequestView]) -> N
         raise IllegalPlanError(
             "holds", f"no program holds {plan.num_rows} rows of {plan.num_sequences} sequences in one call"
         )
+
+
+def _has_arena_alone(plan: Plan, view: View) -> bool:
+    """Return whether a plan runs one request and preempts all others in the arena.
+
+    Slots that the others share are then free, too, though no ``own_slots`` counts them; the arena holds any one sequence.
+    """
+    running = {*plan.decode, *plan.swap_in, *(request for request, _ in plan.prefill)}
+    holders = {request.id for request in view.requests if request.in_arena and request.num_computed}
+    return bool(plan.preempt) and len(running) == 1 and holders <= {*running, *plan.preempt}

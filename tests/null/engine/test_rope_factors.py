@@ -200,5 +200,7 @@ def test_a_snapshot_notes_the_factors_of_its_keys(tmp_path):
     save(runner.cache.copy_out(sequence), path, {})
     assert load(path, {}, runner.cache.layout, 64).conditions == Conditions(factors=1)
     plain = fake_runner([Variant(16, 0), Variant(16, 64), Variant(1, 64)])
-    with pytest.raises(SnapshotError, match="keys of RoPE factors 1, the model has 1: save it again"):
+    with pytest.raises(
+        SnapshotError, match="RoPE factors 1, the model takes 1 for its lengths: load it with a greater"
+    ):
         load(path, {}, plain.cache.layout, 64)

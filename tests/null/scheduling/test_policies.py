@@ -178,12 +178,35 @@ def test_a_prompt_may_run_while_beams_take_turns_in_all_places():
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
 def test_one_of_several_answers_that_share_all_slots_runs_without_the_others(name):
-    """Two prompts fill the arena. Each of their answers alone frees no slot, so that no plan keeps the rule of free slots."""
+    """Two prompts fill the arena. Each of their answers alone frees no slot, all together free every slot of theirs."""
     answers = tuple(RequestView(i, "swapped", 90.0 + i, 25, 24, 0, 1, 99.0) for i in (1, 2, 3, 4))
     view = a_view(waiting=(), prefilling=(), running=(), swapped=answers, free_slots=0)
-    with pytest.warns(RuntimeWarning, match="free-slots"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         plan = Planner(make_policy(name)).plan(view)
-    assert plan == Plan(decode=(1,), swap_in=(1,), preempt=(2, 3, 4))
+    assert (plan.decode, plan.swap_in, sorted(plan.preempt)) == ((1,), (1,), [2, 3, 4])
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+@pytest.mark.parametrize("status", ["running", "swapped"])
+def test_beams_that_share_all_slots_make_room_for_a_request_without_a_warning(name, status):
+    """As when beams wait in the arena, and the request that decodes there, or comes from the host pool, needs their slots."""
+    beams = tuple(RequestView(i, "swapped", 95.0 + i, 45, 44, 0, 1, 99.0) for i in (2, 3, 4))
+    is_running = status == "running"
+    first = RequestView(1, status, 90.0, 47, 46, 46 if is_running else 0, 1, 99.0, in_arena=is_running)
+    view = a_view(waiting=(), prefilling=(), running=(), swapped=beams, free_slots=0 if is_running else 40)
+    view = replace(view, running=(first,)) if is_running else replace(view, swapped=(first, *beams))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = Planner(make_policy(name)).plan(view)
+    assert plan.decode == (1,) and {*plan.preempt} == {2, 3, 4}
+
+
+def test_a_plan_that_leaves_a_holder_of_shared_slots_breaks_the_rule():
+    answers = tuple(RequestView(i, "swapped", 90.0 + i, 25, 24, 0, 1, 99.0) for i in (1, 2, 3, 4))
+    view = a_view(waiting=(), prefilling=(), running=(), swapped=answers, free_slots=0)
+    with pytest.raises(IllegalPlanError, match="free-slots"):
+        check(Plan(decode=(1,), swap_in=(1,), preempt=(2, 3)), view)
 
 
 def test_a_policy_cannot_change_the_view():
