@@ -19,7 +19,7 @@ from staticllm.errors import ConfigError, GenerationConfigError, shown
 from staticllm.model_dir import forget_in_memory
 from staticllm.results import DecodedResults, EncodedResults, GeneratedText
 from staticllm.system.heap import return_free_memory
-from staticllm.system.load_progress import LoadProgress
+from staticllm.system.load_progress import LoadProgress, check_receiver
 from staticllm.system.threads import close_when_collected
 
 from .chat_session import ChatSession
@@ -97,8 +97,7 @@ class StaticLLMPipeline:
         **properties: object,
     ) -> None:
         start = time.perf_counter()
-        if on_progress is not None and not callable(on_progress):
-            raise ConfigError(f"on_progress={shown(on_progress)}: must be a function of one ProgressEvent, or None")
+        check_receiver(on_progress)
         check_home(daemon)
         given, draft = take_draft_source(positional(args, device, config, tokenizer), properties)
         given = named_in_memory(given, properties)

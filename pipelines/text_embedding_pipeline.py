@@ -171,7 +171,8 @@ class StaticEmbeddingPipeline(EncoderPipeline):
         given = None if calibration is None else as_vectors(calibration)
         check_output_type(output_type, given, dimensions or self.width)
         ranges = None if given is None else ranges_of(given)
-        prompt = self._named(prompt_name) if prompt is None and prompt_name is not None else prompt
+        named = None if prompt_name is None else self._named(prompt_name)  # it is checked beside a prompt, too
+        prompt = named if prompt is None else prompt
         vectors = self._run(self._prompted(texts, prompt, priority, deadline_ms), on_progress)
         return convert(self._cut(vectors, dimensions), output_type, ranges)
 

@@ -20,7 +20,7 @@ from staticllm.core import OnProgress, ProgressEvent, SourceSpec
 from staticllm.errors import ConfigError, GenerationConfigError, shown
 from staticllm.metrics import MICRO, RawPerfMetrics
 from staticllm.model_dir import joins_tokens
-from staticllm.system.load_progress import LoadProgress
+from staticllm.system.load_progress import LoadProgress, check_receiver
 from staticllm.system.threads import check_may_wait, close_when_collected
 
 from .daemon_client.remote_engine import DaemonHome
@@ -107,6 +107,7 @@ class StaticWhisperPipeline:
         **properties: object,
     ) -> None:
         begin = time.perf_counter()
+        check_receiver(on_progress)
         host = None if engine is None else checked_host(engine)
         if daemon:
             check_sendable(scheduler)
@@ -220,12 +221,14 @@ class StaticWhisperPipeline:
             PromptError, GenerationConfigError, ConfigError: as for ``generate``; others come from the handle's ``result``.
         """
         check_priority(priority)
+        _check_callable("on_text", on_text, "a str")
+        _check_callable("on_window", on_window, "a WindowHeard")
         samples = check_samples(raw_speech_input)
         if samples is raw_speech_input or samples.base is not None:
             samples = samples.copy()  # the caller's buffer may get its next sound before this one was heard
         options = self._options(generation_config, kwargs)
         stream = _Stream(None if on_text is None else make_sink(lambda text: _told(on_text, text)), self._tools.decode)
-        watch = TranscriptionWatch(stream.push, on_window or (lambda window: None))
+        watch = TranscriptionWatch(stream.push, (lambda window: None) if on_window is None else on_window)
         parallel = _parallel(parallel_windows)
 
         def run() -> WhisperDecodedResults:
@@ -365,6 +368,11 @@ def _parallel(count: int | None) -> ParallelWindows | None:
     if count is None:
         return None
     return ParallelWindows(whole("parallel_windows", count, 1, MAX_SEQS), voice_detector())
+
+
+def _check_callable(name: str, function: object, of: str) -> None:
+    if function is not None and not callable(function):
+        raise GenerationConfigError(f"{name}={shown(function)}: must be a function of {of}, or None")
 
 
 def _told(function: Callable[[str], object], text: str) -> None:

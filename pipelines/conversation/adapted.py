@@ -47,7 +47,8 @@ class Adapted:
             PromptError: something is missing.
         """
         for what, piece in self.written.items():
-            if piece not in text and json.dumps(piece)[1:-1] not in text:
+            forms = (piece, json.dumps(piece)[1:-1], json.dumps(piece, ensure_ascii=False)[1:-1])
+            if not any(form in text for form in forms):
                 raise PromptError(
                     f"the chat template shows no {what}: leave them out, or set another template on the tokenizer"
                 )
@@ -205,7 +206,7 @@ def _pieces_of_written(messages: Sequence[Message], form: CallForm | None) -> di
     for message in messages:
         if message.get("tool_calls") and form is None:
             last = message["tool_calls"][-1]
-            pieces["calls of tools"] = f'"id": {json.dumps(last.get("id") if isinstance(last, Mapping) else None)}'
+            pieces["calls of tools"] = f'"id": {_to_text(last.get("id") if isinstance(last, Mapping) else None)}'
         elif message.get("role") == "tool" and (form is None or not form.has_results):
             pieces["results of tools"] = '"tool_response": {'
     return pieces

@@ -26,8 +26,11 @@ NUM_WINDOWS = 4
 """The windows that are decoded together, by default. More are decoded in little more time; each takes memory."""
 PROMPT_PARTS = 4
 """Tokens of a prompt beside the text before the window: start, language, task, no timestamps."""
-OF_TEXT = ("adapters", "weights_path", "weights_decryption_callback", "prompt_lookup", "serve_from_cpu")
-"""Fields of the config that speech does not have."""
+OF_TEXT = (
+    "adapters", "weights_path", "weights_decryption_callback", "prompt_lookup", "serve_from_cpu",
+    "max_prompt_len", "min_response_len",
+)  # fmt: skip
+"""Fields of the config that speech does not have; the lengths follow from the model's windows."""
 ALIGNMENT = "alignment"
 Heads: TypeAlias = Sequence[tuple[int, int]]
 
@@ -120,13 +123,18 @@ def with_fall_back(properties: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _taken(name: str, properties: dict[str, Any], config: Mapping[str, Any] | StaticLLMConfig | None) -> Any:
-    """Remove a property, in any case, from the properties and a config that is a dict, which goes before; None if in neither."""
-    given = None
-    for values in (properties, config):
+    """Remove a property, in any case, from the properties, which win, and a config that is a dict; None if in neither.
+
+    Raises ``ConfigError`` (it is given in two spellings, of which one would be ignored).
+    """
+    found = None
+    for values in (config, properties):
         if isinstance(values, dict):
-            for key in [key for key in values if str(key).upper() == name]:
-                given = values.pop(key)
-    return given
+            keys = [key for key in values if str(key).upper() == name]
+            if len(keys) > 1:
+                raise ConfigError(f"{keys[0]} and {keys[1]} are the same: leave one of them out")
+            found = values.pop(keys[0]) if keys else found
+    return found
 
 
 def _checked(config: StaticLLMConfig, files: SpeechFiles) -> StaticLLMConfig:

@@ -119,12 +119,20 @@ PROGRAM_GROUP = {"Programs": ("max_prompt_len", "min_response_len", "programs", 
 
 
 def _pairs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Split ``NAME=VALUE`` options into pairs."""
-    pairs = []
+    """Split ``NAME=VALUE`` options into pairs.
+
+    Raises ``BadParameter`` (one is not of this form) and ``UsageError`` (a name is given twice, in any case).
+    """
+    pairs: list[tuple[str, str]] = []
+    seen: set[tuple[str, str]] = set()
     for value in values:
         name, equals, text = value.partition("=")
         if not equals or not name:
             raise click.BadParameter(f"{value!r} must be NAME=VALUE, for example -p MAX_NUM_SEQS=4")
+        model, _, own = name.rpartition(":")  # the options of one served model are MODEL:NAME
+        if (model, own.upper()) in seen:
+            raise click.UsageError(f"-p {name} is given twice, and only one would count: leave one of them out")
+        seen.add((model, own.upper()))
         pairs.append((name, text))
     return pairs
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from staticllm.core import OnProgress, ProgressEvent, Stage
+from staticllm.errors import ConfigError, shown
 
 SHARES: Mapping[str, float] = {
     "download": 60,
@@ -22,6 +23,12 @@ ALIKE: Mapping[Stage, Stage] = {"import": "compile", "verify": "export"}
 """Stages that stand where others do."""
 FIRST_LIMIT = 0.98
 """The fraction at the end of the programs that are expected: something may follow before the model can serve."""
+
+
+def check_receiver(on_progress: object) -> None:
+    """Check what receives the events of a load, before anything is loaded. Raises ``ConfigError`` (it cannot be called)."""
+    if on_progress is not None and not callable(on_progress):
+        raise ConfigError(f"on_progress={shown(on_progress)}: must be a function of one ProgressEvent, or None")
 
 
 class LoadProgress:

@@ -13,7 +13,7 @@ from staticllm.config import is_whole, one_of
 from staticllm.core import OnProgress
 from staticllm.devices import DISTRIBUTING, get_core, is_present, named_devices
 from staticllm.errors import ConfigError, shown
-from staticllm.system.load_progress import LoadProgress
+from staticllm.system.load_progress import LoadProgress, check_receiver
 
 from ...engine.job_engine import JobEngine
 from ...engine.jobs import JobHost, checked_host
@@ -44,10 +44,7 @@ class Serving:
         one_of("overflow", self.overflow, get_args(Overflow))
         if not is_whole(self.max_waiting, 1):
             raise ConfigError(f"max_waiting={shown(self.max_waiting)}: must be a whole number from 1")
-        if self.on_progress is not None and not callable(self.on_progress):
-            raise ConfigError(
-                f"on_progress={shown(self.on_progress)}: must be a function of one ProgressEvent, or None"
-            )
+        check_receiver(self.on_progress)
 
 
 @dataclass(frozen=True)

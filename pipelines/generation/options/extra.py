@@ -206,6 +206,10 @@ def tool_options(given: Mapping[str, Any]) -> ToolOptions:
             f"extra_context={shown(context)}: must be a dict of variables for the chat template"
         )
     names = [str(function_of(tool)["name"]) for tool in tools]
+    if twice := [name for index, name in enumerate(names) if name in names[:index]]:
+        raise GenerationConfigError(
+            f"tools has two functions named {shown(twice[0])}: a call says the name only; leave one out, or rename it"
+        )
     choice, name = _tool_choice(given.get("tool_choice", "auto"), names)
     is_parallel = parallel is None or bool(parallel)  # 0 is False, too
     return ToolOptions(tuple(tools), choice, name, None if parse is None else bool(parse), dict(context), is_parallel)

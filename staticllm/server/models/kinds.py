@@ -192,9 +192,8 @@ class SpeechKind(ServedKind):
         )  # fmt: skip
 
     def option_names(self, device: str) -> frozenset[str]:
-        lengths = {"MAX_PROMPT_LEN", "MIN_RESPONSE_LEN"}  # which follow from the model's windows
         of_speech = {MAX_WINDOWS, WORD_TIMESTAMPS, *(name.upper() for name in FALL_BACK)}
-        own = {*DECODER_OPTIONS, *of_speech} - {name.upper() for name in OF_TEXT} - lengths
+        own = {*DECODER_OPTIONS, *of_speech} - {name.upper() for name in OF_TEXT}
         return frozenset(own) | _names_of(device)
 
     def check_options(self, device: str, properties: Mapping[str, object]) -> None:

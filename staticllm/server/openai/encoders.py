@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import numpy as np
 from pydantic import ConfigDict, Field
@@ -16,6 +16,7 @@ from staticllm.server.answers.fields import Fields, IgnoredFields, Text
 from staticllm.server.answers.work import Tier, TierFields, stated_class
 from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError, json_response
+from staticllm.server.models.model_options import options_of
 from staticllm.server.models.served import ServedModel
 from staticllm.server.telemetry import current_record
 
@@ -100,7 +101,7 @@ async def rerank(call: ApiCall, body: RerankRequest) -> Response:
         handle = await submitted(call, lambda: pipeline.submit(body.query, texts, priority=priority))
         await finished(handle)
         scores = handle.scores(0)
-        order = np.argsort(-scores, kind="stable")[: body.top_n]
+        order = np.argsort(-scores, kind="stable")[: _top_n(call, body, model)]
         results: list[dict[str, Any]] = []
         for index in map(int, order):
             result: dict[str, Any] = {"index": index, "relevance_score": float(scores[index])}
@@ -118,6 +119,14 @@ async def rerank(call: ApiCall, body: RerankRequest) -> Response:
         )
 
     return await on_model(call, model, run, priority)
+
+
+def _top_n(call: ApiCall, body: RerankRequest, model: ServedModel) -> int | None:
+    """Return how many documents are returned: as the request says, else the options of the model; None for all."""
+    if body.top_n is not None:
+        return body.top_n
+    own = options_of(model.spec, call.state.settings).properties.get("top_n")
+    return None if own is None else int(cast(Any, own))
 
 
 def text_priority(call: ApiCall, model: ServedModel, tier: Tier | None, default: int) -> int:

@@ -34,7 +34,7 @@ class TranslationRequest(IgnoredFields, TierFields):
     model: Text | None = None
     prompt: str | None = Field(None, max_length=MAX_PROMPT_CHARS)
     response_format: Format = "json"
-    temperature: float = Field(0.0, ge=0, le=1)
+    temperature: float | None = Field(None, ge=0, le=1)
     temperatures: Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1, max_length=16)] | None = (
         Field(None, alias="temperatures[]")
     )
@@ -85,7 +85,7 @@ async def _respond(call: ApiCall, body: TranslationRequest, file: UploadFile, as
         if "word_timestamps" in asked:
             _check_has_words(model)
         await call.connected(turn.read(file))
-        options = {**_options(body), **_of_model(model, asked)}
+        options = {**_options(body, model), **_of_model(model, asked)}
         if body.response_format == "verbose_json" and model.speech.get_generation_config().no_speech_threshold is None:
             options.setdefault("no_speech_threshold", 1.0)  # no probability is larger; the answer has it
         await turn.submit(options)
@@ -112,17 +112,25 @@ def _check_has_words(model: ServedModel) -> None:
         )  # fmt: skip
 
 
-def _options(body: TranslationRequest) -> dict[str, Any]:
+def _options(body: TranslationRequest, model: ServedModel) -> dict[str, Any]:
     """Return the options of ``StaticWhisperPipeline.submit``. As in OpenAI's API, temperature 0 rises while text is not good."""
-    if body.temperature > 0 and body.temperatures is not None:
+    if body.temperature is not None and body.temperatures is not None:
         raise ApiError(400, "temperature and temperatures[] are both given: leave one of them out", param="temperature")
     options: dict[str, Any] = {"return_timestamps": body.response_format in TIMED, "word_timestamps": False}
     if body.prompt:
         options["initial_prompt"] = body.prompt
     given = {name: getattr(body, name) for name in FALL_BACK if getattr(body, name) is not None}
-    if body.temperature > 0:
+    if body.temperature:
         given["temperatures"] = (body.temperature,)
+    elif body.temperature == 0 and not _begins_greedily(model):
+        given["temperatures"] = FALL_BACK["temperatures"]
     return options | given
+
+
+def _begins_greedily(model: ServedModel) -> bool:
+    """Return whether the first of the model's own temperatures is 0."""
+    config = model.speech.get_generation_config()
+    return config.temperatures[0] == 0 if config.temperatures else not config.do_sample
 
 
 def _of_model(model: ServedModel, asked: dict[str, Any]) -> dict[str, Any]:

@@ -14,9 +14,11 @@ from multiprocessing import connection as mp
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import staticllm
 from staticllm import StaticLLMPipeline
+from staticllm.cli import cli
 from staticllm.daemon.process import daemon as process
 from staticllm.wire import endpoint
 from staticllm.wire.messages import MAX_FRAME, Kind, Message, encode
@@ -247,3 +249,15 @@ def test_a_daemon_that_nobody_uses_ends_and_there_is_only_one(monkeypatch, tmp_p
             assert process.poll() is None
         assert process.wait(20) == 0
         assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["daemon.log", "lock", "stopped"]
+
+
+def test_idle_seconds_for_a_daemon_that_runs_already_are_refused(monkeypatch, tmp_path):
+    with daemon_process(monkeypatch, tmp_path / "run") as process:
+        found = CliRunner().invoke(cli, ["daemon", "start", "--idle-seconds", "7.5"])
+        assert (found.exit_code, found.stdout) == (1, "")
+        assert found.output == (
+            f"Error: daemon {process.pid} runs already, on which --idle-seconds 7.5 has no effect: leave it out, or end the "
+            "daemon first with staticllm daemon stop\n"
+        )
+        again = CliRunner().invoke(cli, ["daemon", "start"])
+        assert (again.exit_code, again.output) == (0, f"daemon {process.pid} serves {tmp_path / 'run'}\n")

@@ -119,6 +119,8 @@ def test_prompts_are_those_of_the_files_and_of_the_config(directory, pipe):
         with pytest.raises(ConfigError, match=r"prompt_name=.*: must be one of query, document, or None") as caught:
             pipe.encode(["a"], prompt_name=name)
         assert "\n" not in str(caught.value)
+        with pytest.raises(ConfigError, match="prompt_name="):
+            pipe.encode(["a"], prompt="p: ", prompt_name=name)
     with StaticEmbeddingPipeline(directory, "CPU", query_instruction="find: ", **F32) as other:
         assert other.prompts["query"] == "find: "
 

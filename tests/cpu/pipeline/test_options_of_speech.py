@@ -12,7 +12,7 @@ from support.helpers import one_line
 from support.models.whisper_directory import sound, write_whisper
 
 from staticllm import StaticWhisperPipeline
-from staticllm.errors import GenerationConfigError
+from staticllm.errors import ConfigError, GenerationConfigError
 from staticllm.pipelines import whisper_pipeline
 from staticllm.pipelines.generation.options.extra import EXTRA_NAMES
 from staticllm.pipelines.generation.options.requested_grammar import KEYWORDS
@@ -200,3 +200,43 @@ def test_an_option_that_speech_does_not_have_is_refused(pipe, known, name):
         written(pipe, {"word_timestamps": name == "alignment_heads", name: REFUSED[name]})
     assert one_line(caught)
     assert str(pipe.generate(SAMPLES)) == known.text
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write_whisper(tmp_path_factory.mktemp("whisper"))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"MAX_WINDOWS": 2, "max_windows": 3}, "MAX_WINDOWS and max_windows are the same: leave one of them out"),
+        ({"config": {"word_timestamps": True, "WORD_TIMESTAMPS": False}}, "are the same: leave one of them out"),
+        ({"temperatures": (0.0,), "Temperatures": (1.0,)}, "are the same: leave one of them out"),
+        ({"MAX_PROMPT_LEN": 64}, "MAX_PROMPT_LEN has no meaning for speech: leave it out"),
+        ({"config": {"MIN_RESPONSE_LEN": 64}}, "MIN_RESPONSE_LEN has no meaning for speech: leave it out"),
+        ({"on_progress": 5}, "on_progress=5: must be a function of one ProgressEvent, or None"),
+        ({"on_progress": ""}, "on_progress='': must be a function of one ProgressEvent, or None"),
+    ],
+)
+def test_an_argument_of_a_load_that_would_be_ignored_is_refused(directory, given, said):
+    with pytest.raises(ConfigError) as caught:
+        StaticWhisperPipeline(directory, **given)
+    assert said in one_line(caught)
+
+
+def test_a_property_by_its_name_wins_over_the_config(directory):
+    """As for all other properties."""
+    given = {"MAX_WINDOWS": 3, "TEMPERATURES": (0.5,)}
+    with StaticWhisperPipeline(directory, config=given, MAX_WINDOWS=2, temperatures=(0.0, 0.4)) as pipe:
+        assert pipe.num_windows == 2
+        assert pipe.get_generation_config().temperatures == (0.0, 0.4)
+        assert given == {"MAX_WINDOWS": 3, "TEMPERATURES": (0.5,)}
+
+
+@pytest.mark.parametrize("name", ["on_text", "on_window"])
+@pytest.mark.parametrize("value", [5, 0, "", [], object()])
+def test_what_receives_a_transcription_is_checked_before_it_begins(pipe, name, value):
+    with pytest.raises(GenerationConfigError, match=f"^{name}=.*: must be a function of a ") as caught:
+        pipe.submit(SAMPLES, **{name: value})
+    assert one_line(caught)

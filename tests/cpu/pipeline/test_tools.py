@@ -339,3 +339,34 @@ def test_a_template_of_its_own_for_tools_is_used_with_tools(place, tmp_path):
         assert "weather" in shown
         tokenizer.chat_template = "mine {% for m in messages %}{{ m.content }}{% endfor %}{{ tools | tojson if tools }}"
         assert pipe.generate(history, max_new_tokens=1, echo=True).texts[0].startswith("mine"), "the user's own counts"
+
+
+@pytest.mark.parametrize("id", ["call_é", "呼び出し_1", "😀", 'a"b', "a\\b", "\u2028", "call_1"])
+@pytest.mark.parametrize("content", ["{{ m.content }}", "{{ m.content | tojson }}", "{{ m.content | tojson(true) }}"])
+def test_ids_of_any_characters_are_written_where_the_template_shows_no_calls(id, content):
+    prompts = []
+
+    def reply(prompt):
+        prompts.append(prompt)
+        return "ok"
+
+    with pipe_of(reply, f"{{% for m in messages %}}{content}{{% endfor %}}") as pipe:
+        call = {"id": id, "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+        result = {"role": "tool", "tool_call_id": id, "content": "3"}
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}, result]
+        assert pipe.generate(messages).texts == ["ok"]
+    if content == "{{ m.content }}":
+        assert f'"id": {json.dumps(id, ensure_ascii=False)}' in prompts[0]
+
+
+@pytest.mark.parametrize(
+    "second", [WEATHER, WEATHER["function"], {"name": "weather", "parameters": {"type": "object"}}]
+)
+def test_two_tools_of_one_name_are_refused_by_the_name(second):
+    other = {"type": "function", "function": {"name": "clock"}}
+    with pipe_of(ANSWER) as pipe:
+        for choice in ("auto", "required", "none"):
+            with pytest.raises(GenerationConfigError, match="two functions named 'weather'") as caught:
+                pipe.generate("How?", tools=[WEATHER, other, second], tool_choice=choice)
+            assert one_line(caught)
+        assert pipe.generate("How?", tools=[WEATHER, other]).tool_calls

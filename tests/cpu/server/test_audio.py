@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -14,7 +16,9 @@ from support.models.whisper_directory import AS_GENAI, RATE, sound, wav, write_w
 from support.server.served import serving
 
 from staticllm.errors import ConfigError
+from staticllm.pipelines.speech.whisper_config import FALL_BACK
 from staticllm.server.models.served import demo_spec, model_spec
+from staticllm.server.openai.speech import TranscriptionRequest, TranslationRequest
 
 openai = pytest.importorskip("openai")
 
@@ -22,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("shared_programs")
 for package in ("python_multipart", "soundfile", "soxr"):
     pytest.importorskip(package)
 ANSWER_SECONDS = 60
+DOCS = Path(__file__).parents[3] / "docs" / "server.md"
 
 
 @pytest.fixture(scope="module")
@@ -435,3 +440,70 @@ def test_options_of_a_speech_model_are_checked_before_it_is_loaded(directory):
         check_options([spec], ServerSettings(properties={"MAX_WINDOWS": 0}))
     with pytest.raises(ConfigError, match="MAX_WINDOWZ"):
         check_options([spec], ServerSettings(properties={"MAX_WINDOWZ": 2}))
+
+
+FORM_FIELDS = {
+    "model": "english", "prompt": "The fox", "response_format": "text", "temperature": "1", "temperatures[]": "0.9",
+    "no_speech_threshold": "0.2", "logprob_threshold": "-0.5", "compression_ratio_threshold": "1.5", "language": "de",
+    "timestamp_granularities[]": ("word", {"response_format": "verbose_json", "model": "english"}), "stream": "true",
+    "chunking_strategy": "auto", "service_tier": "flex", "user": "me", "metadata": "a", "store": "true",
+    "safety_identifier": "me", "prompt_cache_key": "k", "prompt_cache_retention": "24h", "verbosity": "low",
+    "cache_prompt": "false", "ctx_len": "64",
+}  # fmt: skip
+"""A value of each field of a recording's form; a tuple has the fields that it needs beside it."""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("/v1/audio/transcriptions", TranscriptionRequest), ("/v1/audio/translations", TranslationRequest)],
+)
+def test_each_field_of_a_form_changes_something_or_is_documented(served, monkeypatch, path, kind):
+    section = DOCS.read_text().split("### Fields without effect")[1].split("\n## ")[0]
+    rows = [row.split("|")[1:3] for row in section.splitlines() if f"`{path}`" in row]
+    documented = {name for _, names in rows for name in re.findall(r"`([^`]+)`", names)}
+    seen = []
+    for name in ("whisper", "english"):
+        post(served, model=name)
+        pipe = served.pipeline(name)
+        monkeypatch.setattr(pipe, "submit", watched(pipe.submit, name, seen))
+    ignored = set()
+    for name in [field.alias or name for name, field in kind.model_fields.items()]:
+        value, beside = FORM_FIELDS[name] if isinstance(FORM_FIELDS[name], tuple) else (FORM_FIELDS[name], {})
+        found = []
+        for fields in (beside, beside | {name: value}):
+            seen.clear()
+            answer = post(served, path=path, **fields)
+            kinds = (
+                answer.headers["content-type"],
+                sorted(answer.json()) if "json" in answer.headers["content-type"] else 0,
+            )
+            found.append((answer.status_code, kinds, str(seen)))
+        ignored |= {name} if found[0] == found[1] else set()
+    assert ignored == documented
+
+
+def watched(submit, name, seen):
+    def watch(samples, on_text, on_window, **options):
+        seen.append((name, sorted(options.items())))
+        return submit(samples, on_text=on_text, on_window=on_window, **options)
+
+    return watch
+
+
+@pytest.mark.parametrize("own", ["0", "0,0.4", "0.7", "0.7,0", "none"])
+def test_temperature_0_is_greedy_whatever_the_model_was_loaded_with(directory, own):
+    spec = replace(model_spec(f"whisper={directory}"), properties={**AS_GENAI, "TEMPERATURES": own})
+    seen = []
+    with serving([spec]) as served:
+        post(served)
+        pipe = served.pipeline("whisper")
+        pipe.submit = watched(pipe.submit, "whisper", seen)
+        post(served)
+        assert post(served, temperature="0").status_code == 200
+        assert post(served, temperature="0.3").status_code == 200
+        asked = [dict(options).get("temperatures") for _, options in seen]
+        assert asked == [None, FALL_BACK["temperatures"] if own.startswith("0.7") else None, (0.3,)]
+        for temperature in ("0", "0.5"):
+            found = post(served, temperature=temperature, **{"temperatures[]": "0.9"})
+            assert found.status_code == 400
+            assert found.json()["error"]["param"] == "temperature"

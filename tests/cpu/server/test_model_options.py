@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 
+import httpx
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from support.encoders.encoder_directories import TEXTS, a_directory
+from support.encoders.encoder_directories import TEXTS, a_directory, a_scorer
 from support.server.served import serving
 
 from staticllm import StaticEmbeddingPipeline
 from staticllm.cli.serve import command
 from staticllm.errors import StaticLLMError
 from staticllm.server import process
-from staticllm.server.models.served import demo_spec
+from staticllm.server.models.served import demo_spec, model_spec
 
 openai = pytest.importorskip("openai")
 F32 = {"INFERENCE_PRECISION_HINT": "f32"}
@@ -146,3 +148,21 @@ def test_a_bad_file_is_refused_in_one_line(tmp_path, run, text, said):
     assert served is None
     assert said in str(result.exception)
     assert "\n" not in str(result.exception)
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+def test_top_n_of_a_served_reranker_counts_where_a_request_says_none(tmp_path, path):
+    plain = model_spec(f"plain={a_scorer(tmp_path / 'model')}")
+    specs = [plain, replace(plain, name="two", properties={"top_n": 2})]
+    for common in ({}, {"top_n": 3}):
+        with serving(specs, properties=common) as served:
+
+            def ranked(model, url=served.url, **more):
+                body = {"model": model, "query": "a fox", "documents": TEXTS, **more}
+                return [each["index"] for each in httpx.post(url + path, json=body, timeout=60).json()["results"]]
+
+            everything = ranked("plain", top_n=len(TEXTS))
+            assert len(everything) == len(TEXTS)
+            assert ranked("plain") == everything[: common.get("top_n")]
+            assert ranked("two") == everything[:2]
+            assert ranked("two", top_n=4) == everything[:4]

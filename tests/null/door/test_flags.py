@@ -17,6 +17,7 @@ from click.testing import CliRunner
 
 from staticllm.cli import cli
 from staticllm.cli.backends import SAMPLING, ServerBackend, generation_of
+from staticllm.cli.options import _pairs
 
 CONTEXT = click.Context(cli, info_name="staticllm")
 
@@ -208,3 +209,24 @@ def test_a_property_that_is_given_by_its_flag_as_well_is_refused(arguments):
     flags = [each for each in arguments if each.startswith("--")]
     name = arguments[-1].partition("=")[0]
     assert refusal(arguments) == f"Error: {flags[-1]} and -p {name} are the same: leave one of them out"
+
+
+TWICE = [
+    ["inspect", "-p", "PROGRAMS=shared", "-p", "PROGRAMS=separate"],
+    ["bench", "-p", "MAX_NUM_SEQS=2", "-p", "MAX_NUM_SEQS=2"],
+    ["transcribe", "a.wav", "-m", "folder", "-p", "MAX_WINDOWS=1", "-p", "max_windows=2"],
+    ["embed", "folder", "a", "-p", "NUM_STREAMS=1", "-p", "PROGRAMS=shared", "-p", "NUM_STREAMS=2"],
+    ["rerank", "folder", "a", "b", "-p", "top_n=1", "-p", "top_n=2"],
+    ["serve", "-p", "demo:MAX_NUM_SEQS=1", "-p", "MAX_NUM_SEQS=2", "-p", "demo:MAX_NUM_SEQS=3"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", TWICE, ids=" ".join)
+def test_a_property_that_is_given_twice_is_refused_by_its_name(arguments):
+    name = arguments[-1].partition("=")[0]
+    assert refusal(arguments) == f"Error: -p {name} is given twice, and only one would count: leave one of them out"
+
+
+def test_properties_of_several_models_may_have_one_name():
+    found = _pairs(None, None, ("a:TOP=1", "b:TOP=2", "TOP=3", "A:TOP=4"))
+    assert found == [("a:TOP", "1"), ("b:TOP", "2"), ("TOP", "3"), ("A:TOP", "4")]
