@@ -51,7 +51,6 @@ FEATURES = {
         f"{_CLI}/bench",
         f"{_CLI}/model_reports",
         f"{_CLI}/trace",
-        f"{_CLI}/doctor",
     ),
     "simulator": ("pipelines/simulator", f"{_CLI}/simulate"),
 }

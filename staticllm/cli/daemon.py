@@ -44,10 +44,11 @@ def start(foreground: bool, idle_seconds: float | None, worker_of: int | None) -
         return
     if not foreground:
         if idle_seconds is not None and (found := lifetime.status(folder)) is not None:
-            raise StaticLLMError(
-                f"daemon {found['pid']} runs already, on which --idle-seconds {idle_seconds:g} has no effect: "
-                "leave it out, or end the daemon first with staticllm daemon stop"
-            )
+            click.echo(
+                f"daemon {found['pid']} runs already, on which --idle-seconds {idle_seconds:g} has no effect: end it first "
+                "with staticllm daemon stop",
+                err=True,
+            )  # a program that makes sure of a daemon at each start must not fail
         click.echo(f"daemon {lifetime.start(folder, idle_seconds)} serves {folder}")
         return
     limits = default_limits()
