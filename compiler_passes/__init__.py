@@ -1,1 +1,14 @@
 """Turns a stateful model into step programs, and an encoder into packed programs, of fixed shape, before a run."""
+
+__all__ = [
+    "decoder",
+    "encoder",
+    "gguf",
+    "lower",
+    "lower_alignment",
+    "lower_encoder",
+    "lower_source",
+    "model_kind",
+    "pass_pipeline",
+]
+"""The modules that other rooms may use."""

@@ -1,1 +1,18 @@
 """The KV cache on the host keeps slots, masks, positions and sequences between steps."""
+
+__all__ = [
+    "arena",
+    "cache",
+    "cross_bank",
+    "finite",
+    "groups",
+    "host_pool",
+    "prefix",
+    "rotation",
+    "sequence",
+    "slot_allocator",
+    "snapshot",
+    "step",
+    "stored",
+]
+"""The modules that other rooms may use."""

@@ -56,7 +56,7 @@ FEATURES = {
 }
 """What stands beside each other above the kernel. A cluster is a part of the server that nothing else imports."""
 DOORS = "doors"
-"""What puts kernel and features together for users: pipelines, commands, fakes."""
+"""The part that puts kernel and features together for users: pipelines, commands, fakes."""
 Graph = dict[str, set[str]]
 
 
@@ -138,6 +138,26 @@ def part_of(place: str) -> str:
     parts = {"kernel": KERNEL, **FEATURES}
     names = (name for name, roots in parts.items() for root in roots if place == root or place.startswith(f"{root}/"))
     return next(names, DOORS)
+
+
+def doors() -> dict[str, set[str]]:
+    """Return, for each folder, its modules that another room imports. Inside one feature, and for the pipelines, all are open."""
+    known = files()
+    found: dict[str, set[str]] = {}
+    for place, others in graph_of_files().items():
+        for other in others:
+            is_near = _house(place) == _house(other) or part_of(place) == part_of(other) != "kernel"
+            if known[other].name == "__init__.py" or _house(other) == other or place == DOOR or is_near:
+                continue
+            folder, _, name = other.rpartition("/")
+            found.setdefault(folder, set()).add(name)
+    return found
+
+
+def _house(place: str) -> str:
+    """Return the room of a place; the rooms of ``compiler_passes/`` are one."""
+    top = place.split("/", maxsplit=1)[0]
+    return top if top in ONE_ROOM else room_of(place)
 
 
 def sizes() -> dict[str, int]:

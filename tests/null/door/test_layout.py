@@ -215,6 +215,32 @@ def test_each_root_of_the_table_of_parts_exists(drawn, root):
     assert parts == {"kernel", "doors", *drawn["FEATURES"]}
 
 
+MAX_DOOR = 8
+WIDE_DOORS = {
+    "staticllm/system": 15,  # tools that have nothing to do with each other
+    "compiler_passes": 9, "kvcache": 13, "pipelines/engine": 12, "pipelines/generation": 9, "pipelines/loading": 10,
+    "pipelines/programs": 17, "pipelines/speech": 10, "pipelines/text": 11,
+}  # fmt: skip
+"""The most modules that other rooms may use, where these are more than ``MAX_DOOR``; a number may only fall."""
+
+
+def test_a_room_is_entered_through_its_door(drawn, root):
+    """``__all__`` of a folder names the modules that other rooms may use, and no others."""
+    doors = drawn["doors"]()
+    assert len(doors) > 30
+    for folder in {path.parent for path in sources(root) if path.name == "__init__.py"}:
+        place = folder.relative_to(root).as_posix()
+        tree = ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))
+        named = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"]
+        if place == "staticllm":
+            continue
+        own = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        names = [name for name in (ast.literal_eval(named[0]) if named else []) if name not in own]
+        assert names == sorted(doors.get(place, ())), f"{place}: other rooms use {sorted(doors.get(place, ()))}"
+        assert len(names) <= WIDE_DOORS.get(place, MAX_DOOR), f"{place} has a wide door: {len(names)} modules"
+    assert {place: len(doors[place]) for place in WIDE_DOORS} == WIDE_DOORS, "lower the numbers"
+
+
 def test_the_search_finds_circles():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e2"}, "e2": {"e", "a"}}
     assert circles_of(graph) == {frozenset("bc"), frozenset(["e", "e2"])}
