@@ -3,7 +3,6 @@
 __all__ = [
     "decoder",
     "encoder",
-    "gguf",
     "lower",
     "lower_alignment",
     "lower_encoder",

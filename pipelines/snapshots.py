@@ -9,7 +9,7 @@ from pathlib import Path
 from staticllm.errors import SnapshotError
 from staticllm.model_dir import weights_of
 
-from .artifacts.fingerprint import fingerprint_model
+from ..compiler_passes.artifacts.fingerprint import fingerprint_model
 from .daemon_client.remote_launch import RemoteLaunched
 from .engine.client import SnapshotTarget
 from .launch.engine import Launched

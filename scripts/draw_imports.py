@@ -15,6 +15,8 @@ MAPPED = ("compiler_passes", "kvcache", "pipelines")
 """The folders beside ``staticllm/`` that install as ``staticllm.NAME``."""
 ONE_ROOM = ("compiler_passes", "kvcache")
 """The folders whose own files are one room."""
+BESIDE_PASSES = tuple(f"compiler_passes/{name}" for name in ("artifacts", "build", "conversion", "npu_compiler"))
+"""Rooms of ``compiler_passes/`` that hold no passes, and have doors of their own."""
 DOOR = "staticllm"
 """The room of ``staticllm/__init__.py``, which only names what others hold. Nothing below it may need it."""
 KERNEL = (
@@ -24,7 +26,7 @@ KERNEL = (
     ),
     *(f"staticllm/{name}" for name in ("results", "events", "model_dir", "system", "wire", "children")),
     *("staticllm/model_paths", "staticllm/adapters", "compiler_passes", "kvcache"),
-    *(f"pipelines/{name}" for name in ("costs", "profiling", "generation", "programs", "artifacts", "loading")),
+    *(f"pipelines/{name}" for name in ("costs", "profiling", "generation", "programs", "loading")),
     *(f"pipelines/{name}" for name in ("scheduling", "engine", "text")),
 )
 """What runs a decoder: from a graph and a request in token ids to tokens and their text. It imports no feature."""
@@ -42,10 +44,10 @@ FEATURES = {
     "server": ("staticllm/server", f"{_CLI}/serve"),
     "speech": ("pipelines/speech", "pipelines/whisper_pipeline", f"{_CLI}/transcribe"),
     "files of others": (
-        *("staticllm/sources", "staticllm/export", "pipelines/conversion"),
+        *("staticllm/sources", "staticllm/export", "compiler_passes/conversion"),
         *(f"{_CLI}/{name}" for name in ("export", "pulling", "models")),
     ),
-    "NPU elsewhere": ("pipelines/npu_compiler", f"{_CLI}/npu_compiler", f"{_CLI}/npu_platform"),
+    "NPU elsewhere": ("compiler_passes/npu_compiler", f"{_CLI}/npu_compiler", f"{_CLI}/npu_platform"),
     "diagnostics": (
         "pipelines/diagnostics",
         f"{_CLI}/bench",
@@ -135,7 +137,7 @@ def direct(room: str, rooms: Mapping[str, set[str]]) -> list[str]:
 
 def part_of(place: str) -> str:
     """Return ``kernel``, the name of a feature, or ``doors``."""
-    parts = {"kernel": KERNEL, **FEATURES}
+    parts = {**FEATURES, "kernel": KERNEL}
     names = (name for name, roots in parts.items() for root in roots if place == root or place.startswith(f"{root}/"))
     return next(names, DOORS)
 

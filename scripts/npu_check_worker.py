@@ -11,11 +11,11 @@ from pathlib import Path
 
 from npu_programs import programs_to_check
 
+from staticllm.compiler_passes.build.npu_platform import PLATFORMS
+from staticllm.compiler_passes.npu_compiler.child_compiler import ChildCompiler
+from staticllm.compiler_passes.npu_compiler.find import find_compiler
+from staticllm.compiler_passes.npu_compiler.wine_setup import set_up
 from staticllm.errors import DeviceError, StaticLLMError
-from staticllm.pipelines.loading.npu_platform import PLATFORMS
-from staticllm.pipelines.npu_compiler.child_compiler import ChildCompiler
-from staticllm.pipelines.npu_compiler.find import find_compiler
-from staticllm.pipelines.npu_compiler.wine_setup import set_up
 from staticllm.system.table import table
 
 RECORD = Path(__file__).with_name("npu_check.json")

@@ -16,10 +16,10 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
+from staticllm.compiler_passes.build.variants import choose_variants
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex, plan_chunks
-from staticllm.pipelines.programs.variants import choose_variants
 from staticllm.pipelines.scheduling.policies import policy_names
 from staticllm.pipelines.simulator.cluster import Scenario, max_rate, npu_model
 from staticllm.pipelines.simulator.cost_model import Blocks, Cost, HostCost

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from staticllm.compiler_passes.build.npu_platform import PLATFORMS, platform_of
+from staticllm.compiler_passes.npu_compiler.find import find_compiler
+from staticllm.compiler_passes.npu_compiler.schedule import Schedule, read_schedule
 from staticllm.devices import get_core
-from staticllm.pipelines.loading.npu_platform import PLATFORMS, platform_of
 from staticllm.pipelines.loading.npu_target import FEW_TILES
-from staticllm.pipelines.npu_compiler.find import find_compiler
-from staticllm.pipelines.npu_compiler.schedule import Schedule, read_schedule
 from staticllm.system.table import table
 
 PROMPT, ANSWER = 1024, 128

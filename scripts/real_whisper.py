@@ -21,10 +21,10 @@ from pathlib import Path
 from read_ctranslate2 import write_transformers
 from real_models import MODELS, fetch, folder
 
+from staticllm.compiler_passes.artifacts.fingerprint import file_digest
 from staticllm.errors import StaticLLMError
 from staticllm.export.environment import ask, check_python, set_up
 from staticllm.export.packages import installations
-from staticllm.pipelines.artifacts.fingerprint import file_digest
 
 SOURCE = "whisper"
 TASK = "automatic-speech-recognition-with-past"

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from real_models import fetch
 
 from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline
+from staticllm.compiler_passes.conversion import gguf_model
 from staticllm.export.exporter import ExportRequest, export
-from staticllm.pipelines.conversion import gguf_model
 from staticllm.pipelines.diagnostics.divergence import TextDivergence, summary
 from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.sources.converted import converted

@@ -18,13 +18,13 @@ from staticllm.devices import check_device, get_core, known_properties
 from staticllm.errors import PromptTooLongError
 from staticllm.properties import resolve
 
+from ...compiler_passes.build.compile import CompilePlan, compile_all
 from ...kvcache.step import Segment, buffer_bytes
 from ..embedding.encoder_files import read_encoder_files
 from ..llm_pipeline import StaticLLMPipeline
 from ..loading.decoder_kind import DecoderJob, DecoderKind, DecoderPlan, job_of
 from ..loading.kind import ProgramKind
 from ..loading.load import load_job
-from ..programs.compile import CompilePlan, compile_all
 from ..programs.model_runner import ModelRunner
 from ..programs.variant_index import VariantIndex
 from ..programs.warm_up import make_runner

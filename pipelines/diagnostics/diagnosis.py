@@ -17,18 +17,13 @@ from staticllm.devices import check_device, get_core, is_present, kind, known_pr
 from staticllm.errors import ModelError, last_line
 from staticllm.properties import resolve
 
-from ..artifacts.cache import BlobCache, key_of
-from ..artifacts.measurements import CostsPlace
+from ...compiler_passes.artifacts.cache import BlobCache, key_of
+from ...compiler_passes.artifacts.measurements import CostsPlace
+from ...compiler_passes.build.compile import CompiledPrograms, CompilePlan, compile_all, first_variants
+from ...compiler_passes.build.dry_run import run_apart
+from ...compiler_passes.build.layout import PROGRAM_BYTES
 from ..loading.kind import LoadJob, ProgramKind
 from ..loading.load import load_job
-from ..programs.compile import (
-    CompiledPrograms,
-    CompilePlan,
-    compile_all,
-    first_variants,
-)
-from ..programs.dry_run import run_apart
-from ..programs.layout import PROGRAM_BYTES
 from .npu_programs import CompiledForReport, compile_for_report, unknown_of
 from .npu_reports import NPUEstimate, NPUReport, PredictedTimes
 from .process_memory import MeasuredMemory, device_memory, private_bytes

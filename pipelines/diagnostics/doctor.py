@@ -31,13 +31,13 @@ from staticllm.model_paths.path_kinds import SPEECH
 from staticllm.sources.hub import located
 from staticllm.sources.model_at import check_model_dir
 
+from ...compiler_passes.artifacts.cache import BlobCache
+from ...compiler_passes.artifacts.fingerprint import fingerprint_model, with_article
 from ...compiler_passes.graph.compressed_matrix import find_compressed_matrices, is_symmetric
 from ...compiler_passes.model_kind import kind_in
-from ..artifacts.cache import BlobCache
-from ..artifacts.fingerprint import fingerprint_model, with_article
+from ...compiler_passes.npu_compiler.find import compiler_statuses
+from ...compiler_passes.npu_compiler.wine import COMMAND, default_folder
 from ..loading.load import load
-from ..npu_compiler.find import compiler_statuses
-from ..npu_compiler.wine import COMMAND, default_folder
 from .gguf_report import check_gguf
 from .kinds import diagnosis_of, job_in, known_kind
 from .reference import StatefulReference, exact_for

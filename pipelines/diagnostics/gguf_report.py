@@ -10,7 +10,7 @@ from staticllm.errors import ModelError, shown
 from staticllm.sources.gguf_architectures import check_architecture, context_length
 from staticllm.sources.gguf_header import GGUFHeader, read_gguf_header
 
-from ..conversion.gguf_tokenizer import KIND, PRE, TOKENS, check_vocabulary
+from ...compiler_passes.conversion.gguf_tokenizer import KIND, PRE, TOKENS, check_vocabulary
 from .reports import Finding
 
 

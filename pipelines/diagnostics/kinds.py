@@ -17,10 +17,10 @@ from staticllm.model_paths.path_kinds import SPEECH
 from staticllm.sources.hub import located
 from staticllm.sources.model_at import check_model_dir
 
-from ..artifacts.blob_set import read_manifest, rewrite_manifest
-from ..artifacts.manifest import Manifest
+from ...compiler_passes.artifacts.blob_set import read_manifest, rewrite_manifest
+from ...compiler_passes.artifacts.manifest import Manifest
+from ...compiler_passes.build.kinds import KINDS
 from ..loading.kind import LoadJob
-from ..programs.kinds import KINDS
 from .diagnosis import Diagnosis
 from .reports import Verdict
 from .speech_diagnosis import Jobs, parts_of, speech_verdicts

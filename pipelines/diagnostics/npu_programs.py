@@ -14,14 +14,14 @@ import openvino as ov
 from staticllm.core import Variant
 
 from ...compiler_passes.blocks.chain_model import OfPort
+from ...compiler_passes.build.chain import CompiledChain, EntryOf, HostPart, PartBlob, PlannedCall, wire_bytes
+from ...compiler_passes.build.compile import CompilePlan, compile_all
+from ...compiler_passes.build.npu_compiler import Schedule
+from ...compiler_passes.build.npu_platform import Platform
+from ...compiler_passes.npu_compiler.schedule import heaviest
 from ..costs.model import CostModel
 from ..loading.kind import LoadJob
-from ..loading.npu_compiler import Schedule
-from ..loading.npu_platform import Platform
 from ..loading.npu_target import CompiledForNPU
-from ..npu_compiler.schedule import heaviest
-from ..programs.chain import CompiledChain, EntryOf, HostPart, PartBlob, PlannedCall, wire_bytes
-from ..programs.compile import CompilePlan, compile_all
 from ..programs.variant_index import VariantIndex, plan_chunks
 from .npu_reports import (
     MOST_OPERATIONS,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ..loading.npu_compiler import LayerTime
+from ...compiler_passes.build.npu_compiler import LayerTime
 from .reports import MemoryEstimate, ModelReport, mib
 
 Role = Literal["head", "block", "tail"]

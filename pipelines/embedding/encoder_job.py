@@ -18,7 +18,7 @@ from staticllm.model_dir import max_positions, path_of
 from staticllm.properties import resolve
 from staticllm.sources.model_at import check_model_dir
 
-from ..artifacts.blob_set import is_ours
+from ...compiler_passes.artifacts.blob_set import is_ours
 from ..launch.arguments import read_tokenizer
 from ..launch.genai_properties import from_genai
 from ..loading.kind import LoadJob, Origin

@@ -19,15 +19,15 @@ from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.ports import INPUT_IDS
 
 from ...compiler_passes import model_kind
+from ...compiler_passes.artifacts.fingerprint import DENSE
+from ...compiler_passes.artifacts.manifest import Manifest, stored
+from ...compiler_passes.build.compile import CompiledPrograms, CompilePlan, StartWith
+from ...compiler_passes.build.layout import fixed_layout
 from ...compiler_passes.encoder import encoder_passes
 from ...compiler_passes.lower_encoder import lower_encoder
 from ...compiler_passes.model_kind import check_kind, is_lowered_as, kind_of
 from ...compiler_passes.pass_pipeline import EncoderOptions
-from ..artifacts.fingerprint import DENSE
-from ..artifacts.manifest import Manifest, stored
 from ..loading.kind import LoadJob, OpenedModel, ProgramKind, properties_text
-from ..programs.compile import CompiledPrograms, CompilePlan, StartWith
-from ..programs.layout import fixed_layout
 from .encoder_calls import check_ports, random_texts
 from .encoder_files import EncoderFiles, read_encoder_files
 from .encoder_runner import EncoderRunner

@@ -13,9 +13,9 @@ import openvino as ov
 from staticllm.core import EncoderShape, EncoderVariant, OnProgress, Pooling, ProgressEvent
 from staticllm.system.long_calls import attended, told
 
+from ...compiler_passes.build.chain import AnyProgram
 from ..costs.model import STABLE_CALLS, CostModel
 from ..programs.bind import BoundRequest
-from ..programs.chain import AnyProgram
 from .packing.chunks import (
     MOST_TOKENS,
     ChunkBuffers,

@@ -17,6 +17,9 @@ from staticllm.devices import kind
 from staticllm.errors import ClosedError, DeviceError
 from staticllm.model_dir import DECODER_POSITIONS, max_positions
 
+from ...compiler_passes.build.chain import AnyProgram
+from ...compiler_passes.build.compile import DecoderPrograms
+from ...compiler_passes.build.dry_run import random_feeds, run_apart
 from ..engine.engine import Engine
 from ..engine.hosted_engine import HostedEngine
 from ..engine.jobs import JobHost
@@ -26,9 +29,6 @@ from ..loading.background import BackgroundLoader, BackgroundWork, DeferredProgr
 from ..loading.decoder_kind import LoadedDecoder
 from ..loading.load import load
 from ..programs.bind import BoundPrograms
-from ..programs.chain import AnyProgram
-from ..programs.compile import DecoderPrograms
-from ..programs.dry_run import random_feeds, run_apart
 from ..programs.model_runner import ModelRunner
 from ..scheduling.interface import OWN_BOUND, Policy, TokenBound
 from .arguments import Candidate

@@ -1,15 +1,4 @@
 """Loads a model directory into an engine that can serve."""
 
-__all__ = [
-    "background",
-    "decoder_kind",
-    "export",
-    "kind",
-    "load",
-    "npu_compiler",
-    "npu_platform",
-    "npu_target",
-    "source_kind",
-    "weights_watch",
-]
+__all__ = ["background", "decoder_kind", "export", "kind", "load", "npu_target", "source_kind", "weights_watch"]
 """The modules that other rooms may use."""

@@ -16,9 +16,9 @@ from staticllm.system.file_lock import Lease
 from staticllm.system.long_calls import unless, wait_for_left
 from staticllm.system.threads import LazyThread
 
+from ...compiler_passes.build.chain import AnyProgram
+from ...compiler_passes.build.compile import CompiledPrograms, CompilePlan, S, V, compile_each
 from ..costs.model import CostModel
-from ..programs.chain import AnyProgram
-from ..programs.compile import CompiledPrograms, CompilePlan, S, V, compile_each
 
 CLOSE_TIMEOUT = 5.0
 """How long closing waits for the thread, in seconds. It leaves long calls of native code at once, and they end alone."""

@@ -11,11 +11,11 @@ from filelock import Timeout
 from staticllm.errors import ConfigError
 from staticllm.system.file_lock import Lease
 
-from ..artifacts.blob_set import failed_verification_text, read_manifest
-from ..artifacts.cache import BlobCache, key_of
-from ..artifacts.crashes import quarantine_text
-from ..artifacts.manifest import Manifest
-from ..programs.compile import CompiledPrograms, S, V
+from ...compiler_passes.artifacts.blob_set import failed_verification_text, read_manifest
+from ...compiler_passes.artifacts.cache import BlobCache, key_of
+from ...compiler_passes.artifacts.crashes import quarantine_text
+from ...compiler_passes.artifacts.manifest import Manifest
+from ...compiler_passes.build.compile import CompiledPrograms, S, V
 from .export import Exported, SetPlace
 from .kind import Job, R
 

@@ -21,20 +21,13 @@ from staticllm.core import KVType, ModelShape, OnProgress, Part, ProgramLayout, 
 from staticllm.devices import check_device, default_kv_type, get_core, npu_platform
 from staticllm.model_dir import check_model_files, path_of, weights_size
 
-from ...compiler_passes.decoder import decoder_passes, with_adapters
-from ...compiler_passes.graph.step_graph import StepGraph
-from ...compiler_passes.lower import LoweredModel, lower
-from ...compiler_passes.model_kind import check_kind, is_lowered_as, kind_of
-from ...compiler_passes.pass_pipeline import LoweringOptions, PassPipeline
-from ...compiler_passes.rewrites.fuse_adapters import fuse_adapters
-from ..artifacts.blob_set import json_properties
-from ..artifacts.manifest import Manifest
-from ..programs.autotune import ProbedProgram, ProbeTimes, calibrated, layers_speedup
-from ..programs.bind import HostMemory, allocating
-from ..programs.compile import CompiledPrograms, CompileOptions, CompilePlan, StartWith
-from ..programs.device_memory import device_allocator
-from ..programs.dry_run import random_feeds
-from ..programs.layout import (
+from ...compiler_passes.artifacts.blob_set import json_properties
+from ...compiler_passes.artifacts.manifest import Manifest
+from ...compiler_passes.build.autotune import ProbedProgram, ProbeTimes, calibrated, layers_speedup
+from ...compiler_passes.build.compile import CompiledPrograms, CompileOptions, CompilePlan, StartWith
+from ...compiler_passes.build.device_memory import device_allocator
+from ...compiler_passes.build.dry_run import random_feeds
+from ...compiler_passes.build.layout import (
     is_worth_a_copy,
     may_have_few_rows,
     phase_properties,
@@ -43,8 +36,15 @@ from ..programs.layout import (
     with_host_slots,
     with_kv_slots,
 )
+from ...compiler_passes.build.variants import choose_variants, first_to_serve
+from ...compiler_passes.decoder import decoder_passes, with_adapters
+from ...compiler_passes.graph.step_graph import StepGraph
+from ...compiler_passes.lower import LoweredModel, lower
+from ...compiler_passes.model_kind import check_kind, is_lowered_as, kind_of
+from ...compiler_passes.pass_pipeline import LoweringOptions, PassPipeline
+from ...compiler_passes.rewrites.fuse_adapters import fuse_adapters
+from ..programs.bind import HostMemory, allocating
 from ..programs.model_runner import ModelRunner
-from ..programs.variants import choose_variants, first_to_serve
 from ..programs.warm_up import make_runner
 from .kind import Loaded, LoadJob, OpenedModel, ProgramKind, probes_of, properties_text
 

@@ -24,7 +24,7 @@ from staticllm.errors import BlobError, ConfigError
 from staticllm.system.files import refusal_of
 from staticllm.system.long_calls import attended, told
 
-from ..artifacts.blob_set import (
+from ...compiler_passes.artifacts.blob_set import (
     MANIFEST,
     Blob,
     ImportTarget,
@@ -35,14 +35,14 @@ from ..artifacts.blob_set import (
     tensor_of,
     write_set,
 )
-from ..artifacts.fingerprint import Fingerprint
-from ..artifacts.manifest import Manifest, VariantFile, to_json
-from ..artifacts.measurements import CostsPlace
-from ..artifacts.stored_chain import ChainFiles, export_part, import_part
-from ..programs.chain import CompiledChain
-from ..programs.compile import CompiledPrograms, CompilePlan, S, V, compile_all
-from ..programs.dry_run import run_apart
-from ..programs.weight_bank import WeightBank
+from ...compiler_passes.artifacts.fingerprint import Fingerprint
+from ...compiler_passes.artifacts.manifest import Manifest, VariantFile, to_json
+from ...compiler_passes.artifacts.measurements import CostsPlace
+from ...compiler_passes.artifacts.stored_chain import ChainFiles, export_part, import_part
+from ...compiler_passes.build.chain import CompiledChain
+from ...compiler_passes.build.compile import CompiledPrograms, CompilePlan, S, V, compile_all
+from ...compiler_passes.build.dry_run import run_apart
+from ...compiler_passes.build.weight_bank import WeightBank
 from .kind import Job, LoadJob, R
 
 DEFAULT_BLOB = "openvino_model.blob"

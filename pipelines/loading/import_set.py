@@ -18,7 +18,7 @@ from staticllm.errors import BlobError, StaticLLMError, last_line
 from staticllm.system.long_calls import attended, attended_each, told
 from staticllm.system.threads import ThreadPool
 
-from ..artifacts.blob_set import (
+from ...compiler_passes.artifacts.blob_set import (
     ImportTarget,
     check_properties,
     check_set,
@@ -26,20 +26,13 @@ from ..artifacts.blob_set import (
     read_blobs,
     remove_set,
 )
-from ..artifacts.fingerprint import Fingerprint
-from ..artifacts.manifest import Manifest, stored
-from ..artifacts.measurements import CostsPlace
-from ..artifacts.stored_chain import (
-    BANK,
-    WEIGHTS,
-    import_part,
-    read_bank,
-    read_chain,
-    stems_of,
-)
-from ..programs.chain import AnyProgram, CompiledChain, CompiledPart
-from ..programs.compile import CompiledPrograms, CompileOptions, S, V
-from ..programs.device_memory import device_allocator
+from ...compiler_passes.artifacts.fingerprint import Fingerprint
+from ...compiler_passes.artifacts.manifest import Manifest, stored
+from ...compiler_passes.artifacts.measurements import CostsPlace
+from ...compiler_passes.artifacts.stored_chain import BANK, WEIGHTS, import_part, read_bank, read_chain, stems_of
+from ...compiler_passes.build.chain import AnyProgram, CompiledChain, CompiledPart
+from ...compiler_passes.build.compile import CompiledPrograms, CompileOptions, S, V
+from ...compiler_passes.build.device_memory import device_allocator
 from .background import DeferredImports
 from .kind import Job, Loaded, LoadJob, Origin, R
 from .npu_target import check_requirements

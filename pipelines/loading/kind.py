@@ -1,7 +1,7 @@
 """What loading, compiling, storing and measuring programs must know of a kind of model; all else is written once.
 
 A new kind says how a model is lowered and which sizes its programs have (``lower``), what a call of random values is
-(``random_call``), and what runs its programs (``runner``); ``fits`` recognises its graph. A row in ``programs/kinds.py`` makes
+(``random_call``), and what runs its programs (``runner``); ``fits`` recognises its graph. A row in ``build/kinds.py`` makes
 it known.
 """
 
@@ -28,17 +28,17 @@ from staticllm.system.heap import return_large_blocks
 from staticllm.system.long_calls import attended, told
 from staticllm.system.mapped_weights import MappedWeights
 
-from ..artifacts.blob_set import json_properties
-from ..artifacts.fingerprint import Fingerprint, fingerprint_model, machine_values, with_article
-from ..artifacts.manifest import Manifest
-from ..artifacts.measurements import KeptCosts, probes_in
+from ...compiler_passes.artifacts.blob_set import json_properties
+from ...compiler_passes.artifacts.fingerprint import Fingerprint, fingerprint_model, machine_values, with_article
+from ...compiler_passes.artifacts.manifest import Manifest
+from ...compiler_passes.artifacts.measurements import KeptCosts, probes_in
+from ...compiler_passes.build.autotune import ProbeMemory, ProbeTimes
+from ...compiler_passes.build.chain_compiler import ChainCompiler
+from ...compiler_passes.build.compile import CompiledPrograms, CompileOptions, CompilePlan, S, StartWith, V
+from ...compiler_passes.build.device_memory import device_allocator
+from ...compiler_passes.build.keep_small_constants import keep_small_constants
+from ...compiler_passes.build.layout import fixed_layout, phase_properties
 from ..costs.model import CostModel
-from ..programs.autotune import ProbeMemory, ProbeTimes
-from ..programs.chain_compiler import ChainCompiler
-from ..programs.compile import CompiledPrograms, CompileOptions, CompilePlan, S, StartWith, V
-from ..programs.device_memory import device_allocator
-from ..programs.keep_small_constants import keep_small_constants
-from ..programs.layout import fixed_layout, phase_properties
 from .background import DeferredPrograms
 from .npu_target import NPUTarget
 

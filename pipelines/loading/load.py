@@ -19,12 +19,12 @@ from staticllm.core import OnProgress
 from staticllm.devices import kind
 from staticllm.errors import BlobError, DeviceError, StaticLLMError, last_line
 
-from ..artifacts.blob_set import check_kind, read_steadily, remove_set
-from ..artifacts.crashes import check_crashes
-from ..artifacts.manifest import Manifest
-from ..artifacts.measurements import CostsPlace
-from ..programs.compile import CompilePlan, S, V, compile_all
-from ..programs.layout import program_mode
+from ...compiler_passes.artifacts.blob_set import check_kind, read_steadily, remove_set
+from ...compiler_passes.artifacts.crashes import check_crashes
+from ...compiler_passes.artifacts.manifest import Manifest
+from ...compiler_passes.artifacts.measurements import CostsPlace
+from ...compiler_passes.build.compile import CompilePlan, S, V, compile_all
+from ...compiler_passes.build.layout import program_mode
 from .background import DeferredPrograms, SecondProgram
 from .cached import CacheEntry, CacheUnusableError
 from .decoder_kind import LoadedDecoder, job_of

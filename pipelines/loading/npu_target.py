@@ -14,12 +14,12 @@ import openvino as ov
 from staticllm.devices import type_name
 from staticllm.errors import BlobError, ConfigError
 
+from ...compiler_passes.artifacts.fingerprint import passes_digest
 from ...compiler_passes.blocks.chain_model import ChainPart
-from ..artifacts.fingerprint import passes_digest
-from ..programs.chain import CompiledPart, PartBlob
-from ..programs.chain_compiler import compile_for_host
-from .npu_compiler import DEFAULT_SECONDS, NPUCompiler, NPUProgram
-from .npu_platform import Platform
+from ...compiler_passes.build.chain import CompiledPart, PartBlob
+from ...compiler_passes.build.chain_compiler import compile_for_host
+from ...compiler_passes.build.npu_compiler import DEFAULT_SECONDS, NPUCompiler, NPUProgram
+from ...compiler_passes.build.npu_platform import Platform
 
 FEW_ROWS, FEW_TILES = 16, 2
 """A call of few rows waits for the weights: more tiles than these cost it time, and others need all (docs/npu.md)."""

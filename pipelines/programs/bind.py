@@ -31,11 +31,11 @@ from staticllm.ports import (
 )
 from staticllm.system.threads import ThreadPool
 
+from ...compiler_passes.build.chain import AnyProgram, bind_calls
 from ...compiler_passes.states.store_kv_as import ELEMENT_TYPES
 from ...kvcache.arena import Allocate
 from ...kvcache.cache import KVCache
 from ...kvcache.step import BufferPool, StepBuffers
-from .chain import AnyProgram, bind_calls
 
 
 @dataclass(frozen=True)

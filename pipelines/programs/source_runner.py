@@ -14,12 +14,12 @@ from staticllm.core import AlignmentShape, SourceShape, SourceVariant
 from staticllm.ports import ALIGNMENT, INPUT_FEATURES, INPUT_IDS
 from staticllm.system.long_calls import attended
 
+from ...compiler_passes.build.chain import AnyProgram
 from ...compiler_passes.states.store_kv_as import ELEMENT_TYPES
 from ...kvcache.finite import is_finite
 from ...kvcache.groups import group_states, place_of
 from ..costs.model import CostModel
 from .bind import BoundRequest
-from .chain import AnyProgram
 
 Frames: TypeAlias = list[NDArray[Any]]
 """Keys and values of one source: per group of states ``[n, heads, source_len, head_dim]``."""

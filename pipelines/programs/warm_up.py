@@ -10,10 +10,10 @@ from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.core import OnProgress, ProgressEvent, Variant
 from staticllm.system.long_calls import attended, told
 
+from ...compiler_passes.build.compile import DecoderPrograms
 from ...kvcache.step import BufferPool, StepBuffers
 from ..costs.model import CostModel
 from .bind import BoundPrograms, HostMemory, Program, allocate, bind
-from .compile import DecoderPrograms
 from .model_runner import ModelRunner
 
 FIRST_ROWS = (16, 1)

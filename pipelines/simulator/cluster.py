@@ -15,9 +15,9 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgramLayout, ProgramMode
 from staticllm.errors import ConfigError
 
+from ...compiler_passes.build.variants import choose_variants
 from ..profiling.records import RequestRecord
 from ..programs.variant_index import VariantIndex
-from ..programs.variants import choose_variants
 from ..scheduling.interface import Policy
 from ..scheduling.planner import make_policy
 from ..scheduling.request_table import Limits

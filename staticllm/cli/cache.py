@@ -15,7 +15,7 @@ from staticllm.errors import BlobError, ConfigError
 from staticllm.system.files import read_regular
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.artifacts.cache import BlobCache, Entry
+    from staticllm.compiler_passes.artifacts.cache import BlobCache, Entry
 
 GB = 1e9
 INPUTS = {"max_length": "texts", "max_prompt_len": "prompts"}
@@ -46,7 +46,7 @@ _common = options_of(click.argument("folder", type=click.Path()), flag("--json a
 
 
 def _open(folder: str) -> BlobCache:
-    from staticllm.pipelines.artifacts.cache import BlobCache
+    from staticllm.compiler_passes.artifacts.cache import BlobCache
 
     if not Path(folder).is_dir():
         raise ConfigError(f"there is no cache folder {folder!r}: give the folder that CACHE_DIR names")
@@ -54,7 +54,7 @@ def _open(folder: str) -> BlobCache:
 
 
 def _row(entry: Entry, problem: str = "") -> dict[str, Any]:
-    from staticllm.pipelines.artifacts.crashes import LIMIT, num_crashes
+    from staticllm.compiler_passes.artifacts.crashes import LIMIT, num_crashes
 
     manifest = entry.manifest
     problem = problem or entry.problem
@@ -162,8 +162,8 @@ def export(folder: str, key: str, target: str, as_json: bool) -> None:
 @flag("--json as_json", "Print JSON.")
 def import_(folder: str, source: str, as_json: bool) -> None:
     """Copy the blob set SOURCE into FOLDER, where a pipeline with CACHE_DIR finds it."""
-    from staticllm.pipelines.artifacts.blob_set import read_manifest, read_stored
-    from staticllm.pipelines.artifacts.cache import BlobCache, key_of
+    from staticllm.compiler_passes.artifacts.blob_set import read_manifest, read_stored
+    from staticllm.compiler_passes.artifacts.cache import BlobCache, key_of
 
     manifest = read_manifest(Path(source), _key())
     for _ in read_stored(Path(source), manifest):  # check all bytes first, so that nothing of a damaged set is copied
@@ -176,7 +176,7 @@ def import_(folder: str, source: str, as_json: bool) -> None:
 
 def _copy(cache: BlobCache, source: Path, target: Path, key: str) -> None:
     """Copy a whole set, or nothing; every byte is compared with its digest."""
-    from staticllm.pipelines.artifacts.blob_set import copy_set
+    from staticllm.compiler_passes.artifacts.blob_set import copy_set
 
     if target.exists():
         raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")

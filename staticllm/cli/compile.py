@@ -26,7 +26,7 @@ from staticllm.model_paths.path_kind import path_kind
 DONE = {"read": "model read", "passes": "model lowered", "compile": "program compiled", "export": "blob written"}
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.artifacts.manifest import Manifest
+    from staticllm.compiler_passes.artifacts.manifest import Manifest
     from staticllm.pipelines.loading.kind import LoadJob
 
 
@@ -81,7 +81,7 @@ def command(
         else:
             manifests = {"": _written(jobs[""], Path(target), adapters, is_verified, shown)}
     if as_json:
-        from staticllm.pipelines.artifacts.manifest import manifest_to_json
+        from staticllm.compiler_passes.artifacts.manifest import manifest_to_json
 
         written = {name: manifest_to_json(manifest) for name, manifest in manifests.items()}
         click.echo(json.dumps(written.get("", written), indent=2))

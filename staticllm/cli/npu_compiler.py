@@ -32,7 +32,7 @@ def setup(wheel: Path | None, is_installing: bool, is_forced: bool) -> None:
     keeps 0.9 GB in the cache folder of this user. Nothing else of this machine is changed.
     """
     with unwound_at_signals(), progress("setting up the NPU compiler") as shown:
-        from staticllm.pipelines.npu_compiler.wine_setup import set_up
+        from staticllm.compiler_passes.npu_compiler.wine_setup import set_up
 
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
 
@@ -50,7 +50,7 @@ def setup(wheel: Path | None, is_installing: bool, is_forced: bool) -> None:
 def show_status(as_json: bool) -> None:
     """Say which NPU compilers can be used. Exit code 1 if there is none."""
     with progress("looking for compilers"):
-        from staticllm.pipelines.npu_compiler.find import compiler_statuses
+        from staticllm.compiler_passes.npu_compiler.find import compiler_statuses
 
         found = compiler_statuses()
     if as_json:
@@ -65,8 +65,8 @@ def show_status(as_json: bool) -> None:
 @command.command("remove")
 def remove_setup() -> None:
     """Remove what `setup` has made, for all versions of OpenVINO."""
-    from staticllm.pipelines.npu_compiler.wine import default_folder
-    from staticllm.pipelines.npu_compiler.wine_setup import remove
+    from staticllm.compiler_passes.npu_compiler.wine import default_folder
+    from staticllm.compiler_passes.npu_compiler.wine_setup import remove
 
     num_bytes = remove()
     click.echo(f"{num_bytes / 1e9:.1f} GB removed" if num_bytes else f"nothing is set up in {default_folder().parent}")

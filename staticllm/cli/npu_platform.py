@@ -50,10 +50,10 @@ def npu_target(
     if platform is None:
         yield None
         return
-    from staticllm.pipelines.artifacts.measurements import usable_cores
-    from staticllm.pipelines.loading.npu_platform import platform_of
+    from staticllm.compiler_passes.artifacts.measurements import usable_cores
+    from staticllm.compiler_passes.build.npu_platform import platform_of
+    from staticllm.compiler_passes.npu_compiler.find import find_compiler
     from staticllm.pipelines.loading.npu_target import NPUTarget
-    from staticllm.pipelines.npu_compiler.find import find_compiler
 
     known = platform_of(platform)
     found = tuple(find_compiler(compiler) for _ in range(min(usable_cores(), MOST_COMPILERS)))

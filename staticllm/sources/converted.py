@@ -40,7 +40,7 @@ from staticllm.wire.file_stamp import stamp_of
 from staticllm.wire.messages import Kind, Message
 
 FOLDER = "converted"
-CHILD = "staticllm.pipelines.conversion.child"
+CHILD = "staticllm.compiler_passes.conversion.child"
 FORMAT = "5"
 """Changes when the same file is converted differently."""
 NOTES = "notes"

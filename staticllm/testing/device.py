@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from staticllm.compiler_passes.build.variants import first_to_serve
 from staticllm.core import KVState, MaskKind, ModelShape, RecurrentState, Variant
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers
 from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.programs.variants import first_to_serve
 
 CAUSAL = MaskKind()
 VOCAB_SIZE = 997  # a prime, so that every pair changes the checksum

@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 
 import openvino_genai as genai
 
+from staticllm.compiler_passes.build.compile import CompiledPrograms, CompileOptions, DecoderPrograms
+from staticllm.compiler_passes.build.variants import choose_variants
 from staticllm.config import Scheduler
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import encoding
@@ -23,9 +25,7 @@ from staticllm.pipelines.launch.arguments import Candidate
 from staticllm.pipelines.launch.engine import Launched, ReadText
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.loading.kind import Loaded
-from staticllm.pipelines.programs.compile import CompiledPrograms, CompileOptions, DecoderPrograms
 from staticllm.pipelines.programs.model_runner import ModelRunner
-from staticllm.pipelines.programs.variants import choose_variants
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.testing.device import fake_runner, fake_shape
 

@@ -5,11 +5,11 @@ import json
 import numpy as np
 
 from staticllm import StaticLLMConfig
+from staticllm.compiler_passes.artifacts.blob_set import MANIFEST, write_set
+from staticllm.compiler_passes.artifacts.fingerprint import Fingerprint, bytes_digest
+from staticllm.compiler_passes.artifacts.manifest import Manifest, VariantFile, _canonical, _framed
 from staticllm.core import Variant
 from staticllm.errors import StaticLLMError
-from staticllm.pipelines.artifacts.blob_set import MANIFEST, write_set
-from staticllm.pipelines.artifacts.fingerprint import Fingerprint, bytes_digest
-from staticllm.pipelines.artifacts.manifest import Manifest, VariantFile, _canonical, _framed
 from staticllm.pipelines.loading.decoder_kind import LAYOUT_FIELDS
 
 FINGERPRINT = Fingerprint(

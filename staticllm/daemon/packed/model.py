@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import openvino as ov
 
+from staticllm.compiler_passes.build.chain import device_models
+from staticllm.compiler_passes.build.compile import StartWith
 from staticllm.config import StaticLLMConfig
 from staticllm.core import MaskKind, Variant
 from staticllm.daemon.packed.replay import Array, Caller, OriginalModel, Replay
@@ -27,8 +29,6 @@ from staticllm.pipelines.engine.options import options_of
 from staticllm.pipelines.loading.decoder_kind import DecoderJob, DecoderKind, DecoderPlan, job_of
 from staticllm.pipelines.loading.kind import OpenedModel
 from staticllm.pipelines.loading.load import load_job
-from staticllm.pipelines.programs.chain import device_models
-from staticllm.pipelines.programs.compile import StartWith
 from staticllm.pipelines.scheduling.interface import SHARED_BOUND, Policy
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.ports import ATTENTION_MASK, BEAM_IDX, INPUT_IDS, LOGITS, POSITION_IDS

@@ -16,6 +16,7 @@ from typing import Any
 import openvino as ov
 import psutil
 
+from staticllm.compiler_passes.artifacts.crashes import note_set
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.daemon.bodies import Hello, Version, read_body
 from staticllm.daemon.clients.connection import Connection, Greeting
@@ -31,7 +32,6 @@ from staticllm.daemon.packed.model import PackedModel
 from staticllm.daemon.sharing.devices import Devices, Timeline, is_virtual
 from staticllm.devices import check_device, get_core
 from staticllm.errors import BusyError, ClosedError, ConfigError
-from staticllm.pipelines.artifacts.crashes import note_set
 from staticllm.system.long_calls import attended, unless
 from staticllm.system.threads import start_thread
 from staticllm.wire import endpoint

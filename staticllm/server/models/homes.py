@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 
 from staticllm.children.child import Child, daemon_command
-from staticllm.errors import ClosedError, ProcessLostError
-from staticllm.pipelines.artifacts.crashes import (
+from staticllm.compiler_passes.artifacts.crashes import (
     LIMIT,
     count_crash,
     crash_name,
@@ -22,6 +21,7 @@ from staticllm.pipelines.artifacts.crashes import (
     quarantine_text,
     read_sets,
 )
+from staticllm.errors import ClosedError, ProcessLostError
 from staticllm.pipelines.daemon_client.remote_engine import RemoteEngine, UserDaemon
 from staticllm.wire import endpoint
 from staticllm.wire.endpoint import EndpointError

@@ -14,10 +14,10 @@ import pytest
 from support.helpers import PROMPT, SHORT, tokens_of
 
 from staticllm import StaticLLMConfig, StaticLLMPipeline
+from staticllm.compiler_passes.artifacts import blob_set
+from staticllm.compiler_passes.artifacts.blob_set import read_manifest, rewrite_manifest
+from staticllm.compiler_passes.artifacts.cache import BlobCache
 from staticllm.errors import BlobError, ConfigError, ModelError
-from staticllm.pipelines.artifacts import blob_set
-from staticllm.pipelines.artifacts.blob_set import read_manifest, rewrite_manifest
-from staticllm.pipelines.artifacts.cache import BlobCache
 from staticllm.pipelines.loading import load as loader
 from staticllm.properties import resolve
 
@@ -321,7 +321,7 @@ import json, sys
 from pathlib import Path
 from staticllm import StaticLLMConfig
 from staticllm.pipelines.loading import load as loader
-from staticllm.pipelines.artifacts.fingerprint import file_digest
+from staticllm.compiler_passes.artifacts.fingerprint import file_digest
 sys.stdin.readline()
 config = StaticLLMConfig(cache_dir=sys.argv[2], max_prompt_len=64)
 loaded = loader.load(sys.argv[1], "CPU", config)
@@ -354,8 +354,8 @@ AGAIN = """
 import sys
 from staticllm import StaticLLMConfig
 from staticllm.pipelines.loading import load as loader
-from staticllm.pipelines.artifacts.cache import BlobCache
-from staticllm.pipelines.artifacts.blob_set import remove_set
+from staticllm.compiler_passes.artifacts.cache import BlobCache
+from staticllm.compiler_passes.artifacts.blob_set import remove_set
 while True:
     print("compiles", flush=True)
     loader.load(sys.argv[1], "CPU", StaticLLMConfig(cache_dir=sys.argv[2], max_prompt_len=64))

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from support.helpers import EXACT
 
 from staticllm import StaticLLMPipeline
-from staticllm.errors import BlobError
-from staticllm.pipelines.artifacts.blob_set import read_manifest, read_stored
-from staticllm.pipelines.artifacts.stored_chain import (
+from staticllm.compiler_passes.artifacts.blob_set import read_manifest, read_stored
+from staticllm.compiler_passes.artifacts.stored_chain import (
     BANK,
     WEIGHTS,
     ChainFiles,
@@ -24,7 +23,8 @@ from staticllm.pipelines.artifacts.stored_chain import (
     read_chain,
     stems_of,
 )
-from staticllm.pipelines.programs.weight_bank import WeightBank, Weights
+from staticllm.compiler_passes.build.weight_bank import WeightBank, Weights
+from staticllm.errors import BlobError
 
 SHORT = {"MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32, "MAX_NUM_SEQS": 2, **EXACT}
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("openvino")
 
-from staticllm.pipelines.artifacts import crashes
+from staticllm.compiler_passes.artifacts import crashes
 
 
 @pytest.mark.skipif(os.name == "nt", reason="exit codes of signals are POSIX")

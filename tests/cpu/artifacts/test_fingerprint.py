@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from support.helpers import FINGERPRINT
 
+from staticllm.compiler_passes.artifacts.cache import key_of
+from staticllm.compiler_passes.artifacts.fingerprint import Fingerprint, pass_digests
 from staticllm.compiler_passes.decoder import DECODER
-from staticllm.pipelines.artifacts.cache import key_of
-from staticllm.pipelines.artifacts.fingerprint import Fingerprint, pass_digests
 
 
 def test_the_fingerprint_covers_every_module_of_a_program(root):

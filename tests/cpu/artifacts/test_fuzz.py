@@ -17,10 +17,10 @@ import pytest
 from support.helpers import a_manifest
 
 from staticllm import StaticLLMError, demo_model_path
+from staticllm.compiler_passes.artifacts.manifest import ManifestError, StoredBlob, decode, encode
 from staticllm.core import Variant
 from staticllm.kvcache.snapshot import load, save
 from staticllm.kvcache.stored import StoredSequence
-from staticllm.pipelines.artifacts.manifest import ManifestError, StoredBlob, decode, encode
 from staticllm.testing import fake_runner
 
 IDENTITY = {"model": "fake", "KV type": "f32"}

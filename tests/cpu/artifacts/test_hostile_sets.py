@@ -15,11 +15,11 @@ from support.quick import examples
 
 from staticllm import StaticLLMPipeline
 from staticllm.cli import cli
+from staticllm.compiler_passes.artifacts.blob_set import MANIFEST, copy_set, read_manifest, read_stored
+from staticllm.compiler_passes.artifacts.cache import BlobCache, key_of
+from staticllm.compiler_passes.artifacts.fingerprint import bytes_digest
+from staticllm.compiler_passes.artifacts.manifest import ManifestError, StoredBlob, _canonical, _framed, decode, encode
 from staticllm.errors import BlobError
-from staticllm.pipelines.artifacts.blob_set import MANIFEST, copy_set, read_manifest, read_stored
-from staticllm.pipelines.artifacts.cache import BlobCache, key_of
-from staticllm.pipelines.artifacts.fingerprint import bytes_digest
-from staticllm.pipelines.artifacts.manifest import ManifestError, StoredBlob, _canonical, _framed, decode, encode
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

@@ -9,9 +9,9 @@ from support.encoders.encoder_directories import a_directory
 from support.helpers import EXACT, forge, one_line
 
 from staticllm import BlobError, StaticEmbeddingPipeline, StaticLLMPipeline, demo_model_path
-from staticllm.pipelines.artifacts.blob_set import MANIFEST
-from staticllm.pipelines.artifacts.fingerprint import bytes_digest
-from staticllm.pipelines.artifacts.manifest import ManifestError, _canonical, _framed, decode
+from staticllm.compiler_passes.artifacts.blob_set import MANIFEST
+from staticllm.compiler_passes.artifacts.fingerprint import bytes_digest
+from staticllm.compiler_passes.artifacts.manifest import ManifestError, _canonical, _framed, decode
 
 VALUES = (None, True, 0, -1, 1 << 70, 0.5, "", "x", [], {}, [1], {"x": 1})
 

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from support.helpers import FINGERPRINT, KEY, SHORT, a_manifest, tokens_of
 
 from staticllm import StaticLLMPipeline, demo_model_path
+from staticllm.compiler_passes.artifacts import measurements
+from staticllm.compiler_passes.artifacts.blob_set import COSTS, LOCK, copy_set, read_manifest, write_set
+from staticllm.compiler_passes.artifacts.cache import BlobCache
+from staticllm.compiler_passes.artifacts.fingerprint import bytes_digest
+from staticllm.compiler_passes.artifacts.measurements import CostsPlace, KeptProbes, MeasurementFile, probes_in
+from staticllm.compiler_passes.build.compile import CompileOptions
 from staticllm.core import Variant
 from staticllm.devices import get_core
-from staticllm.pipelines.artifacts import measurements
-from staticllm.pipelines.artifacts.blob_set import COSTS, LOCK, copy_set, read_manifest, write_set
-from staticllm.pipelines.artifacts.cache import BlobCache
-from staticllm.pipelines.artifacts.fingerprint import bytes_digest
-from staticllm.pipelines.artifacts.measurements import CostsPlace, KeptProbes, MeasurementFile, probes_in
 from staticllm.pipelines.costs import probe as cost_probe
 from staticllm.pipelines.costs.probe import worth_measuring
-from staticllm.pipelines.programs.compile import CompileOptions
 from staticllm.system.file_lock import acquire
 
 OPTIONS = CompileOptions("CPU", "shared", "f32", {"prefill": {}, "generate": {}})

@@ -11,7 +11,7 @@ from support.encoders.encoder_directories import TEXTS, a_directory
 from support.helpers import SHORT, tokens_of
 
 from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, demo_model_path
-from staticllm.pipelines.artifacts.cache import BlobCache
+from staticllm.compiler_passes.artifacts.cache import BlobCache
 
 
 def a_pipeline(folder):

@@ -13,9 +13,9 @@ from filelock import Timeout
 from support.helpers import a_set
 
 from staticllm import StaticLLMPipeline
-from staticllm.pipelines.artifacts import blob_set
-from staticllm.pipelines.artifacts.blob_set import MANIFEST, is_ours, read_manifest, read_stored
-from staticllm.pipelines.artifacts.cache import BlobCache
+from staticllm.compiler_passes.artifacts import blob_set
+from staticllm.compiler_passes.artifacts.blob_set import MANIFEST, is_ours, read_manifest, read_stored
+from staticllm.compiler_passes.artifacts.cache import BlobCache
 from staticllm.system import file_lock
 from staticllm.system.file_lock import acquire
 

@@ -11,11 +11,11 @@ from support.models.whisper_directory import sound, write_whisper
 from support.npu_compiler.priced import PricedCompiler
 
 from staticllm import StaticWhisperPipeline
+from staticllm.compiler_passes.build.npu_platform import PLATFORMS
 from staticllm.devices import check_known
 from staticllm.errors import ConfigError
 from staticllm.pipelines.diagnostics import speech_diagnosis
 from staticllm.pipelines.diagnostics.kinds import diagnosis_of, jobs_in, verdicts_of
-from staticllm.pipelines.loading.npu_platform import PLATFORMS
 from staticllm.pipelines.loading.npu_target import NPUTarget
 from staticllm.pipelines.speech.speech_files import speech_files
 

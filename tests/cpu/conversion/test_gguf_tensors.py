@@ -21,8 +21,8 @@ from support.models.gguf_random import (
     write_random,
 )
 
+from staticllm.compiler_passes.conversion.gguf_model import convert
 from staticllm.errors import ModelError
-from staticllm.pipelines.conversion.gguf_model import convert
 from staticllm.pipelines.diagnostics.gguf_report import check_gguf
 from staticllm.sources.converted import converted
 from staticllm.sources.gguf_architectures import ARCHITECTURES, check_architecture

@@ -11,15 +11,15 @@ import openvino_genai as genai
 import pytest
 from support.models import gguf_files, gguf_texts
 
-from staticllm.errors import ModelError
-from staticllm.pipelines.conversion.gguf_merges import pairs_by_score
-from staticllm.pipelines.conversion.gguf_tokenizer import (
+from staticllm.compiler_passes.conversion.gguf_merges import pairs_by_score
+from staticllm.compiler_passes.conversion.gguf_tokenizer import (
     SPLITS,
     assumed,
     build_tokenizer,
     check_vocabulary,
     special_tokens,
 )
+from staticllm.errors import ModelError
 from staticllm.sources.gguf_header import read_gguf_header
 
 LETTERS = "abc XYZ  \n\t'st're 0123456789 ,.!é日本🎉-_\r\n"

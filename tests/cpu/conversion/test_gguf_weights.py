@@ -10,12 +10,12 @@ from support.models.gguf_files import values_of
 from support.models.gguf_numpy import Reference
 from support.models.gguf_random import write_random
 
+from staticllm.compiler_passes.conversion.gguf_layers import WEIGHT
+from staticllm.compiler_passes.conversion.gguf_model import convert
 from staticllm.compiler_passes.decoder import DECODER_NPU
 from staticllm.compiler_passes.graph.compressed_matrix import find_compressed_matrices
 from staticllm.compiler_passes.lower import LoweringOptions, lower
 from staticllm.core import Variant
-from staticllm.pipelines.conversion.gguf_layers import WEIGHT
-from staticllm.pipelines.conversion.gguf_model import convert
 from staticllm.sources.converted import converted_size
 from staticllm.sources.gguf_header import read_gguf_header
 from tests.cpu.conversion.test_gguf import logits_of

@@ -7,9 +7,9 @@ from importlib.metadata import requires
 
 import pytest
 
+from staticllm.compiler_passes.npu_compiler.find import CompilerStatus
 from staticllm.pipelines.diagnostics import doctor
 from staticllm.pipelines.diagnostics.doctor import PACKAGES
-from staticllm.pipelines.npu_compiler.find import CompilerStatus
 
 
 def test_every_package_that_must_be_there_is_examined():

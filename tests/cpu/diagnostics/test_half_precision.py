@@ -15,6 +15,7 @@ from openvino import opset13 as ops
 from support.command_line import in_here
 from support.models.lora_files import linear_layers
 
+from staticllm.compiler_passes.build.dry_run import random_feeds
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.devices import check_known, get_core
@@ -24,7 +25,6 @@ from staticllm.pipelines.diagnostics.half_divergence import has_f16, measure_f16
 from staticllm.pipelines.diagnostics.half_precision import Extremes, RoundedModel, RoundToF16, round_to_f16
 from staticllm.pipelines.diagnostics.reference import EXACT, exact_for
 from staticllm.pipelines.loading.decoder_kind import job_of
-from staticllm.pipelines.programs.dry_run import random_feeds
 
 FOLDER = Path(os.environ.get("STATICLLM_ZOO", Path(__file__).resolve().parents[4] / "shared" / "zoo"))
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/openvino_model.xml")) or ["none"]

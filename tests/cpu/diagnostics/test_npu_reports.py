@@ -19,17 +19,17 @@ from support.npu_compiler import fake_child
 from support.npu_compiler.priced import TAIL_US, PricedCompiler, block_us
 
 from staticllm.cli import npu_platform
+from staticllm.compiler_passes.artifacts.stored_chain import stems_of
+from staticllm.compiler_passes.build.npu_platform import PLATFORMS
+from staticllm.compiler_passes.npu_compiler import find
+from staticllm.compiler_passes.npu_compiler.child_compiler import ChildCompiler, Launch
 from staticllm.devices import check_known
 from staticllm.errors import ConfigError, DeviceError
-from staticllm.pipelines.artifacts.stored_chain import stems_of
 from staticllm.pipelines.diagnostics.doctor import SYMMETRIC_4_BIT, SYMMETRIC_8_BIT, check_weights, examine
 from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
 from staticllm.pipelines.diagnostics.npu_reports import NOT_REPEATING
 from staticllm.pipelines.loading.export import export_set
-from staticllm.pipelines.loading.npu_platform import PLATFORMS
 from staticllm.pipelines.loading.npu_target import NPUTarget
-from staticllm.pipelines.npu_compiler import find
-from staticllm.pipelines.npu_compiler.child_compiler import ChildCompiler, Launch
 
 LAYERS, KV_HEADS, HEAD_DIM = 3, 2, 16
 """Of the tiny model ``qwen2``."""

@@ -10,9 +10,9 @@ from support.encoders.encoder_directories import TEXTS, a_directory, no_compilat
 from support.helpers import forge
 
 from staticllm import StaticLLMPipeline, demo_model_path
+from staticllm.compiler_passes.artifacts.blob_set import MANIFEST, read_manifest
 from staticllm.core import EncoderVariant
 from staticllm.errors import BlobError, ConfigError
-from staticllm.pipelines.artifacts.blob_set import MANIFEST, read_manifest
 from staticllm.pipelines.embedding.encoder_job import encoder_job
 from staticllm.pipelines.embedding.encoder_kind import BLOCK_ROWS, BLOCK_SIZES, EncoderChoices
 from staticllm.pipelines.loading.export import export_set

@@ -16,8 +16,8 @@ import pytest
 from openvino import opset13 as ops
 from support.npu_compiler import fake_child
 
+from staticllm.compiler_passes.npu_compiler.child_compiler import ChildCompiler, Launch
 from staticllm.errors import ConfigError, DeviceError
-from staticllm.pipelines.npu_compiler.child_compiler import ChildCompiler, Launch
 from staticllm.system import scratch_folder
 
 CHILD = Path(fake_child.__file__)
@@ -209,7 +209,7 @@ import os, signal, sys, tempfile, threading
 import openvino as ov
 import psutil
 from openvino import opset13 as ops
-from staticllm.pipelines.npu_compiler.child_compiler import ChildCompiler, Launch
+from staticllm.compiler_passes.npu_compiler.child_compiler import ChildCompiler, Launch
 
 tempfile.tempdir = sys.argv[2]
 value = ops.parameter([1, 4], ov.Type.f32)
@@ -245,7 +245,7 @@ def test_a_deleted_compiler_ends_its_child(compiler_of, model, scratch):
 
 def test_weights_that_the_disk_has_no_room_for_are_refused(compiler_of, model, monkeypatch):
     usage = type("Usage", (), {"free": 10})
-    monkeypatch.setattr("staticllm.pipelines.npu_compiler.child_compiler.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("staticllm.compiler_passes.npu_compiler.child_compiler.shutil.disk_usage", lambda path: usage)
     with pytest.raises(
         DeviceError, match=r"has 0\.0 MB of weights, .* has room for 0\.0 MB: free space there, or set TMPDIR"
     ):

@@ -13,14 +13,14 @@ import psutil
 import pytest
 from support.npu_compiler.models import a_weighted_model
 
+from staticllm.compiler_passes.npu_compiler import local
+from staticllm.compiler_passes.npu_compiler.child_compiler import ChildCompiler, Launch
 from staticllm.devices import get_core
 from staticllm.errors import DeviceError
-from staticllm.pipelines.npu_compiler import local
-from staticllm.pipelines.npu_compiler.child_compiler import ChildCompiler, Launch
 
 CPU_CORE = """
 import openvino as ov, time, pathlib
-from staticllm.pipelines.npu_compiler import local
+from staticllm.compiler_passes.npu_compiler import local
 
 class Core:
     core = ov.Core()

@@ -8,15 +8,15 @@ from openvino import opset13 as ops
 from support.helpers import EXACT, FINGERPRINT
 
 from staticllm import StaticLLMPipeline
+from staticllm.compiler_passes.artifacts.fingerprint import Fingerprint
 from staticllm.compiler_passes.blocks.chain_model import ChainPart
+from staticllm.compiler_passes.build.chain import HostPart, PartBlob
+from staticllm.compiler_passes.build.npu_compiler import NPUProgram
+from staticllm.compiler_passes.build.npu_platform import PLATFORMS
 from staticllm.compiler_passes.graph.step_graph import named_parameter, named_result
 from staticllm.errors import BlobError
-from staticllm.pipelines.artifacts.fingerprint import Fingerprint
 from staticllm.pipelines.loading import import_set
-from staticllm.pipelines.loading.npu_compiler import NPUProgram
-from staticllm.pipelines.loading.npu_platform import PLATFORMS
 from staticllm.pipelines.loading.npu_target import NPUTarget, check_requirements
-from staticllm.pipelines.programs.chain import HostPart, PartBlob
 
 HERE = ov.get_version().partition("-")[0]
 NEEDS = f"npu=4000;t=2;ov={HERE};c=8.4"

@@ -16,12 +16,12 @@ from support.command_line import in_here
 from support.encoders.encoder_directories import a_directory
 from support.npu_compiler.models import a_layer, a_refused_model, a_weighted_model
 
+from staticllm.compiler_passes.artifacts.blob_set import read_manifest
+from staticllm.compiler_passes.build.npu_platform import PLATFORMS
+from staticllm.compiler_passes.npu_compiler.find import find_compiler
 from staticllm.core import EncoderVariant
 from staticllm.errors import DeviceError
-from staticllm.pipelines.artifacts.blob_set import read_manifest
 from staticllm.pipelines.embedding.encoder_kind import BLOCK_ROWS
-from staticllm.pipelines.loading.npu_platform import PLATFORMS
-from staticllm.pipelines.npu_compiler.find import find_compiler
 
 QUANTIZED = {"NPU_COMPILER_DYNAMIC_QUANTIZATION": "YES"}
 pytestmark = pytest.mark.slow

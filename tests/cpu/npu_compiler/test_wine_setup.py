@@ -13,11 +13,11 @@ from importlib.metadata import version
 import pytest
 from support.command_line import in_here
 
+from staticllm.compiler_passes.npu_compiler import wine, wine_setup
+from staticllm.compiler_passes.npu_compiler.find import compiler_statuses, find_compiler
+from staticllm.compiler_passes.npu_compiler.wine import PACKAGES, default_folder, read_setup, wine_compiler
+from staticllm.compiler_passes.npu_compiler.wine_setup import remove, set_up
 from staticllm.errors import ConfigError, DeviceError
-from staticllm.pipelines.npu_compiler import wine, wine_setup
-from staticllm.pipelines.npu_compiler.find import compiler_statuses, find_compiler
-from staticllm.pipelines.npu_compiler.wine import PACKAGES, default_folder, read_setup, wine_compiler
-from staticllm.pipelines.npu_compiler.wine_setup import remove, set_up
 from staticllm.system.file_lock import acquire
 
 NUMBER = version("openvino")

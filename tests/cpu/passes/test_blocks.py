@@ -17,13 +17,13 @@ from staticllm.compiler_passes.blocks.dataflow import fold_shapes
 from staticllm.compiler_passes.blocks.drop_idle import drop_idle
 from staticllm.compiler_passes.blocks.grouping import group_segments
 from staticllm.compiler_passes.blocks.split import Splitter
+from staticllm.compiler_passes.build.chain import CompiledChain
+from staticllm.compiler_passes.build.chain_compiler import ChainCompiler, ChainSource, compile_model
+from staticllm.compiler_passes.build.dry_run import random_feeds, run_apart
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.errors import DeviceError, UnsupportedModelError
 from staticllm.pipelines.loading.decoder_kind import prepare
-from staticllm.pipelines.programs.chain import CompiledChain
-from staticllm.pipelines.programs.chain_compiler import ChainCompiler, ChainSource, compile_model
-from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
 FOLDER = Path(os.environ.get("STATICLLM_ZOO", Path(__file__).resolve().parents[4] / "shared" / "zoo"))

@@ -10,6 +10,8 @@ from support.encoders.encoder_models import ARCHIVES, Alone, Packed, TinyEncoder
 from support.models.compressed_weights import compress
 
 from staticllm.compiler_passes.blocks.split import Splitter
+from staticllm.compiler_passes.build.chain_compiler import ChainCompiler, ChainSource
+from staticllm.compiler_passes.build.dry_run import run_apart
 from staticllm.compiler_passes.encoder import ENCODER_NPU
 from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.lower_encoder import lower_encoder
@@ -21,8 +23,6 @@ from staticllm.errors import UnsupportedModelError
 from staticllm.pipelines.diagnostics.half_precision import round_to_f16
 from staticllm.pipelines.diagnostics.reference import EXACT
 from staticllm.pipelines.embedding.encoder_calls import random_texts
-from staticllm.pipelines.programs.chain_compiler import ChainCompiler, ChainSource
-from staticllm.pipelines.programs.dry_run import run_apart
 
 ARCHITECTURES = sorted(path.stem for path in ARCHIVES.glob("*.zip") if path.stem not in ("bert_tokenizer", "convbert"))
 OPTIONS = {"qwen3_scores": EncoderOptions(score_tokens=(5, 6))}

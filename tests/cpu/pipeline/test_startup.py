@@ -10,8 +10,8 @@ from support.attach.daemons import wait_for
 from support.helpers import PROMPT, SHORT, tokens_of
 
 from staticllm import StaticLLMPipeline
+from staticllm.compiler_passes.artifacts.cache import BlobCache
 from staticllm.errors import BlobError, ConfigError, DeviceError, ModelError, SnapshotError
-from staticllm.pipelines.artifacts.cache import BlobCache
 from staticllm.pipelines.launch import engine as launch
 from staticllm.pipelines.launch import text_reader
 from staticllm.pipelines.loading import background, decoder_kind, import_set

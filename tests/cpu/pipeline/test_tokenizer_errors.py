@@ -12,8 +12,8 @@ from support.models import gguf_texts
 
 import staticllm
 from staticllm import ModelError, StaticLLMPipeline
+from staticllm.compiler_passes.conversion.gguf_tokenizer import build_tokenizer
 from staticllm.errors import encoding
-from staticllm.pipelines.conversion.gguf_tokenizer import build_tokenizer
 from staticllm.pipelines.embedding.text_tokenizer import TextTokenizer
 from staticllm.pipelines.grammars.vocabulary import TokenEncoder
 from staticllm.pipelines.text.tokenizer_tools import WordTokens

@@ -10,13 +10,7 @@ import pytest
 from openvino import opset13 as ops
 
 from staticllm import demo_model_path
-from staticllm.config import StaticLLMConfig
-from staticllm.core import Variant
-from staticllm.devices import get_core
-from staticllm.pipelines.loading import decoder_kind
-from staticllm.pipelines.loading.decoder_kind import prepare
-from staticllm.pipelines.programs import autotune
-from staticllm.pipelines.programs.autotune import (
+from staticllm.compiler_passes.build.autotune import (
     GROUP_SIZE,
     LARGE_GROUP,
     PRECISION,
@@ -26,8 +20,14 @@ from staticllm.pipelines.programs.autotune import (
     first_layers,
     layers_speedup,
 )
-from staticllm.pipelines.programs.compile import CompileOptions
-from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
+from staticllm.compiler_passes.build.compile import CompileOptions
+from staticllm.compiler_passes.build.dry_run import random_feeds, run_apart
+from staticllm.config import StaticLLMConfig
+from staticllm.core import Variant
+from staticllm.devices import get_core
+from staticllm.pipelines.loading import decoder_kind
+from staticllm.pipelines.loading.decoder_kind import prepare
+from staticllm.pipelines.programs import autotune
 
 QUANTIZED = "f32 with quantized activations"
 PHASES = {"prefill": {"PERFORMANCE_HINT": "LATENCY"}, "generate": {"PERFORMANCE_HINT": "LATENCY"}}

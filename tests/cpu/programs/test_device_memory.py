@@ -8,11 +8,11 @@ import pytest
 from support.helpers import EXACT
 
 from staticllm import StaticLLMPipeline
+from staticllm.compiler_passes.artifacts.stored_chain import BANK, WEIGHTS, ChainFiles, read_bank
+from staticllm.compiler_passes.build.weight_bank import WeightBank, Weights
 from staticllm.errors import ConfigError
 from staticllm.kvcache.arena import Arena
-from staticllm.pipelines.artifacts.stored_chain import BANK, WEIGHTS, ChainFiles, read_bank
 from staticllm.pipelines.loading import decoder_kind, import_set, kind
-from staticllm.pipelines.programs.weight_bank import WeightBank, Weights
 
 SIZES = {"PROGRAMS": "blocks", "MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32, "MAX_NUM_SEQS": 2, **EXACT}
 

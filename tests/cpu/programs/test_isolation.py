@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from staticllm.compiler_passes.build.compile import compile_all
+from staticllm.compiler_passes.build.dry_run import random_feeds, run_apart
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.kvcache.step import Segment
 from staticllm.pipelines.loading.decoder_kind import prepare
-from staticllm.pipelines.programs.compile import compile_all
-from staticllm.pipelines.programs.dry_run import random_feeds, run_apart
 from staticllm.pipelines.programs.warm_up import make_runner
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

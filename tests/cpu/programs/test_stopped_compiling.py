@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from staticllm.compiler_passes.build.compile import compile_each
 from staticllm.core import Variant
-from staticllm.pipelines.programs.compile import compile_each
 
 
 def test_an_error_of_the_callback_ends_the_programs_that_wait():

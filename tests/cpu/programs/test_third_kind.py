@@ -10,6 +10,8 @@ from click.testing import CliRunner
 from openvino import opset13 as ops
 
 from staticllm.cli import cli
+from staticllm.compiler_passes.build.compile import CompilePlan
+from staticllm.compiler_passes.build.kinds import KINDS, register
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Size
 from staticllm.errors import BlobError
@@ -19,8 +21,6 @@ from staticllm.pipelines.loading.export import export_set
 from staticllm.pipelines.loading.kind import LoadJob, ProgramKind
 from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.programs.bind import BoundRequest
-from staticllm.pipelines.programs.compile import CompilePlan
-from staticllm.pipelines.programs.kinds import KINDS, register
 
 BANDS, WIDTH = 8, 4
 WEIGHTS = np.random.default_rng(1).standard_normal((WIDTH, BANDS), np.float32)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from staticllm.compiler_passes.build.npu_platform import PLATFORMS
 from staticllm.errors import ConfigError, DeviceError
-from staticllm.pipelines.loading.npu_platform import PLATFORMS
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
 

@@ -18,8 +18,8 @@ import pytest
 from support.attach.daemons import daemon_process, wait_for
 from support.server.served import serving
 
+from staticllm.compiler_passes.artifacts.crashes import num_crashes
 from staticllm.daemon.process import lifetime
-from staticllm.pipelines.artifacts.crashes import num_crashes
 from staticllm.pipelines.diagnostics.reference import EXACT
 from staticllm.server.models.homes import WorkerHome
 from staticllm.wire import endpoint
@@ -176,7 +176,7 @@ def test_a_blob_set_that_crashed_twice_is_not_used_again(run_folder, tmp_path, c
 
 def test_a_blob_path_in_quarantine_is_refused_with_the_remedy(tmp_path):
     import staticllm
-    from staticllm.pipelines.artifacts.crashes import count_crash
+    from staticllm.compiler_passes.artifacts.crashes import count_crash
 
     options = {**PROPERTIES, "MAX_PROMPT_LEN": 64, "BLOB_PATH": str(tmp_path / "set")}
     with staticllm.StaticLLMPipeline(staticllm.demo_model_path(), "CPU", EXPORT_BLOB=True, **options):

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from staticllm.compiler_passes.build.npu_platform import PLATFORMS, platform_of
+from staticllm.compiler_passes.npu_compiler import schedule as module
+from staticllm.compiler_passes.npu_compiler.refusal import Log, refused_text
+from staticllm.compiler_passes.npu_compiler.schedule import heaviest, read_schedule
 from staticllm.errors import ConfigError, DeviceError
-from staticllm.pipelines.loading.npu_platform import PLATFORMS, platform_of
-from staticllm.pipelines.npu_compiler import schedule as module
-from staticllm.pipelines.npu_compiler.refusal import Log, refused_text
-from staticllm.pipelines.npu_compiler.schedule import heaviest, read_schedule
 
 STATISTICS = {
     "total duration": 181.498, "DMA duration": 160.596, "DPU duration": 2.885, "SW duration": 23.437,

@@ -4,10 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from staticllm.config import StaticLLMConfig
-from staticllm.errors import ConfigError
-from staticllm.pipelines.programs import layout
-from staticllm.pipelines.programs.layout import (
+from staticllm.compiler_passes.build.layout import (
     BASE_BYTES,
     HIDDEN_VALUES,
     INNER_VALUES,
@@ -18,6 +15,9 @@ from staticllm.pipelines.programs.layout import (
     program_layout,
     with_host_slots,
 )
+from staticllm.config import StaticLLMConfig
+from staticllm.errors import ConfigError
+from staticllm.pipelines.programs import layout
 
 WEIGHTS = 500 << 20
 SLOT_BYTES = 48 * 2 * 64 * 4  # 24 layers, keys and values of two heads in f32

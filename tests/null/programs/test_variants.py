@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from staticllm.compiler_passes.build.variants import choose_variants
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.errors import ConfigError
 from staticllm.pipelines.costs.model import CostModel
 from staticllm.pipelines.programs.variant_index import VariantIndex, plan_chunks
-from staticllm.pipelines.programs.variants import choose_variants
 from staticllm.testing import fake_shape
 
 lengths = st.integers(1, 3000)

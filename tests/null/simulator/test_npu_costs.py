@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staticllm.cli import cli
+from staticllm.compiler_passes.build.variants import block_variants, choose_variants, first_to_serve
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex, plan_chunks
-from staticllm.pipelines.programs.variants import block_variants, choose_variants, first_to_serve
 from staticllm.pipelines.simulator.npu_costs import INT8, INT8_HEAD, NPU_COSTS, NpuCosts
 from staticllm.testing import fake_shape
 

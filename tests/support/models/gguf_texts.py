@@ -13,7 +13,7 @@ from itertools import pairwise
 import gguf
 import numpy as np
 
-from staticllm.pipelines.conversion.gguf_merges import pairs_by_score
+from staticllm.compiler_passes.conversion.gguf_merges import pairs_by_score
 from staticllm.sources.gguf_header import read_gguf_header
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)

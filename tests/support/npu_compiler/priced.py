@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import re
 
+from staticllm.compiler_passes.build.npu_compiler import LayerTime, NPUProgram, Schedule
 from staticllm.errors import DeviceError
-from staticllm.pipelines.loading.npu_compiler import LayerTime, NPUProgram, Schedule
 
 TAIL_US, REQUIREMENTS = 50.0, "npu=4000;t=4"
 _NAME = re.compile(r"(\w+?)\d+ of \w+\[(\d+)(?:x(\d+))?")

@@ -20,9 +20,9 @@ from msgspec import Meta
 from staticllm.devices import get_core
 from staticllm.errors import BlobError, DeviceError, last_line
 
-from ...compiler_passes.blocks.chain_model import ChainPort, OfPort, OfWire, OfWireRows, Place, WireType
 from ...kvcache.arena import Allocate
-from ..programs.chain import (
+from ..blocks.chain_model import ChainPort, OfPort, OfWire, OfWireRows, Place, WireType
+from ..build.chain import (
     ChainPlan,
     CompiledChain,
     CompiledPart,
@@ -33,8 +33,8 @@ from ..programs.chain import (
     PlannedSource,
     RowsOf,
 )
-from ..programs.chain_compiler import compile_for_host
-from ..programs.weight_bank import WeightBank, Weights
+from ..build.chain_compiler import compile_for_host
+from ..build.weight_bank import WeightBank, Weights
 from .blob_set import ImportTarget, Piece, import_blob, tensor_of
 
 WEIGHTS, BANK = "weights", "bank"

@@ -16,7 +16,7 @@ from staticllm.sources.gguf_architectures import architecture_of
 from staticllm.sources.gguf_header import GGUFHeader
 from staticllm.sources.gguf_tensors import head_size
 
-from ...compiler_passes.rewrites.rotate_halves import has_pairs, order_of_halves, reorder_rows
+from ..rewrites.rotate_halves import has_pairs, order_of_halves, reorder_rows
 
 _MODULES = {
     "Qcur": "self_attn.q_proj", "Kcur": "self_attn.k_proj", "Vcur": "self_attn.v_proj", "attn_out": "self_attn.o_proj",

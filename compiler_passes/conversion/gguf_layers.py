@@ -13,7 +13,7 @@ from staticllm.sources.gguf_architectures import EXPORT, architecture_of, layer_
 from staticllm.sources.gguf_header import GGUFHeader
 from staticllm.sources.gguf_tensors import ROTATION_TENSORS, head_size, num_heads, num_kv_heads
 
-from ...compiler_passes.graph.step_graph import redirect
+from ..graph.step_graph import redirect
 
 WEIGHT = "weight.weight_"
 """Begins the names of the reader's weights."""

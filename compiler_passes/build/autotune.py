@@ -23,8 +23,8 @@ from staticllm.core import Part, ProgramLayout, Variant
 from staticllm.devices import kind, type_name
 from staticllm.system.long_calls import attended
 
-from ...compiler_passes.graph.step_graph import compressed_weights
-from ...compiler_passes.lower import LoweredModel
+from ..graph.step_graph import compressed_weights
+from ..lower import LoweredModel
 from .dry_run import bound_request, random_feeds
 
 GROUP_SIZE, PRECISION = "DYNAMIC_QUANTIZATION_GROUP_SIZE", "INFERENCE_PRECISION_HINT"

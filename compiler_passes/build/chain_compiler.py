@@ -15,8 +15,8 @@ from staticllm.errors import DeviceError, last_line
 from staticllm.system.long_calls import LOOK_SECONDS, attended, checkpoint
 from staticllm.system.threads import ThreadPool
 
-from ...compiler_passes.blocks.chain_model import ChainPart
-from ...compiler_passes.blocks.split import Splitter
+from ..blocks.chain_model import ChainPart
+from ..blocks.split import Splitter
 from ...kvcache.arena import Allocate
 from .chain import ChainPlan, CompiledChain, CompiledPart, HostPart, plan_chain
 from .weight_bank import WeightBank

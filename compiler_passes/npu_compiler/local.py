@@ -39,7 +39,7 @@ def local_compiler() -> ChildCompiler:
 
 def launch() -> Launch:
     """Return how the child of this interpreter is started."""
-    return Launch(python_command("staticllm.pipelines.npu_compiler.local"), {}, WHAT, REMEDY)
+    return Launch(python_command("staticllm.compiler_passes.npu_compiler.local"), {}, WHAT, REMEDY)
 
 
 def main() -> None:

@@ -21,8 +21,8 @@ from staticllm.core import KVType, Name, ProgramLayout, ProgramVariant
 from staticllm.errors import ConfigError
 from staticllm.system.typed import typed
 
-from ..programs.compile import V
-from ..programs.kinds import KINDS
+from ..build.compile import V
+from ..build.kinds import KINDS
 from .fingerprint import Fingerprint, bytes_digest
 
 SCHEMA = 9

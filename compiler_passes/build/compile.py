@@ -27,7 +27,7 @@ from staticllm.devices import default_mode, for_one_row, get_core
 from staticllm.system.long_calls import attended, attended_each, told
 from staticllm.system.mapped_weights import MappedWeights
 
-from ...compiler_passes.pass_pipeline import PassReport
+from ..pass_pipeline import PassReport
 from .chain import AnyProgram, CompiledChain
 from .chain_compiler import ChainCompiler, ChainSource, compile_model
 

@@ -15,19 +15,7 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from ...compiler_passes.blocks.chain_model import (
-    ChainCall,
-    ChainModel,
-    ChainPort,
-    OfPort,
-    OfRows,
-    OfWeights,
-    OfWire,
-    OfWireRows,
-    Place,
-    Source,
-    WireType,
-)
+from ..blocks.chain_model import ChainCall, ChainModel, ChainPort, OfPort, OfRows, OfWeights, OfWire, OfWireRows, Place, Source, WireType
 from .weight_bank import WeightBank
 
 

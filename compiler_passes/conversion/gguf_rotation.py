@@ -17,7 +17,7 @@ from staticllm.sources.gguf_architectures import EXPORT, architecture_of, has_wi
 from staticllm.sources.gguf_header import GGUFHeader
 from staticllm.sources.gguf_tensors import ROTATION_TENSORS
 
-from ...compiler_passes.graph.step_graph import consumers
+from ..graph.step_graph import consumers
 
 _ROTATED = re.compile(r"blk\.\d+\.[QK]cur_rope$")
 _FREQUENCIES, _SHORT, _LONG = ROTATION_TENSORS

@@ -19,12 +19,13 @@ from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.system.threads import ThreadPool
 from staticllm.version import __version__
 
-from ... import compiler_passes
-from ..programs import keep_small_constants
+from ..build import keep_small_constants
 
 PIECE = 16 << 20
 """Bytes per piece. A file's digest is the digest of its pieces' digests, which are computed in parallel."""
-_PASSES = Path(str(compiler_passes.__file__)).parent
+_PASSES = Path(__file__).parents[1]
+_NO_PASSES = ("artifacts", "build", "conversion", "npu_compiler")
+"""The rooms beside the passes, whose code does not change what a program computes."""
 _NO_DEFAULT = "-"
 
 
@@ -199,6 +200,9 @@ def pass_digests() -> Mapping[str, str]:
 
     Passes are named by their room and file (``states/lift_state``).
     """
-    passes = {path.relative_to(_PASSES).with_suffix("").as_posix(): path for path in sorted(_PASSES.rglob("*.py"))}
+    files = {path.relative_to(_PASSES): path for path in sorted(_PASSES.rglob("*.py"))}
+    passes = {
+        place.with_suffix("").as_posix(): path for place, path in files.items() if place.parts[0] not in _NO_PASSES
+    }
     others = {path.stem: path for path in (Path(str(module.__file__)) for module in (ports, keep_small_constants))}
     return {name: file_digest(path)[:8] for name, path in {**passes, **others}.items() if path.is_file()}

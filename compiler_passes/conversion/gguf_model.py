@@ -21,9 +21,9 @@ from staticllm.sources.gguf_architectures import (
 )
 from staticllm.sources.gguf_header import GGUFHeader, kinds_of, read_gguf_header
 
-from ...compiler_passes.gguf import make_stateful
-from ...compiler_passes.rewrites.join_halves import join_halves
-from ...compiler_passes.rewrites.rotate_halves import rotate_halves
+from ..gguf import make_stateful
+from ..rewrites.join_halves import join_halves
+from ..rewrites.rotate_halves import rotate_halves
 from .gguf_layers import mend_layers
 from .gguf_modules import name_modules
 from .gguf_rotation import restore_angles
