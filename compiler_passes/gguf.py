@@ -53,7 +53,8 @@ def make_stateful(model: ov.Model, window: int | None = None, scale: float | Non
     ``window``: the tokens that layers with sliding windows see; all layers have one if the model does not tell them apart.
     ``scale``: by what the products of queries and keys are multiplied, which the model has in f16; None keeps that.
 
-    Raises ``UnsupportedModelError`` (the graph has inputs that no decoder has, or windows of an unknown length).
+    Raises:
+        UnsupportedModelError: the graph has inputs that no decoder has, or windows of an unknown length.
     """
     graph = _Graph(model)
     has_windows = WINDOW_MASK in graph.old and _is_used(graph.old[WINDOW_MASK])

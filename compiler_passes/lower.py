@@ -35,7 +35,10 @@ class LoweredModel:
     def specialise(self, variant: Variant, is_static: bool = True) -> ov.Model:
         """Return the model of one variant's program, after the passes of its sizes.
 
-        ``is_static``: check before them that every shape in it is static. Raises ``UnsupportedModelError`` (one is not).
+        ``is_static``: check before them that every shape in it is static.
+
+        Raises:
+            UnsupportedModelError: one is not.
         """
         model = fix_shapes(self.graph, variant)
         if is_static:

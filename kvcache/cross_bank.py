@@ -72,7 +72,11 @@ class CrossBank:
         return source in self._places
 
     def frames_of(self, source: int) -> slice:
-        """Return the place of a source along the frames. Raises ``KeyError`` (it was removed)."""
+        """Return the place of a source along the frames.
+
+        Raises:
+            KeyError: it was removed.
+        """
         begin = self._places[source] * self._source_len
         return slice(begin, begin + self._source_len)
 

@@ -71,7 +71,11 @@ def _header_of(stored: StoredSequence, identity: Identity, key: bytes, digest: s
 
 
 def _factors_of(header: _Header, layout: StoredLayout, path: str | os.PathLike[str]) -> int:
-    """Return which of the model's RoPE factors made the keys. Raises ``SnapshotError`` (it is not known, or not one of them)."""
+    """Return which of the model's RoPE factors made the keys.
+
+    Raises:
+        SnapshotError: it is not known, or not one of them.
+    """
     if layout.num_factors > 1 and header.factors is None:
         raise SnapshotError(
             f"{str(path)!r} was written by an earlier version, which did not note the RoPE factors: save it again"

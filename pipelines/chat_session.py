@@ -89,7 +89,11 @@ class ChatSession:
             self._tokens = [*prompt.ids, *output.tokens]
 
     def ids(self) -> list[int]:
-        """Return the conversation as token ids. Raises SnapshotError: there is no conversation."""
+        """Return the conversation as token ids.
+
+        Raises:
+            SnapshotError: there is no conversation.
+        """
         if self._tokens:
             return list(self._tokens)
         if not self._messages:

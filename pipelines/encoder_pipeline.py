@@ -225,7 +225,11 @@ class EncoderPipeline:
 
 
 def list_of(texts: object) -> list[str]:
-    """Return the texts of a call. Raises ``ConfigError`` (they are no list of texts; the tokenizer checks each of them)."""
+    """Return the texts of a call.
+
+    Raises:
+        ConfigError: they are no list of texts; the tokenizer checks each of them.
+    """
     try:
         given = None if isinstance(texts, str) else iter(texts)  # type: ignore[call-overload]
     except Exception:  # it has no items, or is of a caller's class

@@ -62,7 +62,10 @@ def named_devices(text: str, available: Sequence[str]) -> list[str]:
 
     ``AUTO`` uses the listed devices (``AUTO:GPU,CPU``), or NPU, GPU and CPU without the excluded ones (``AUTO:-GPU``), as far as
     they are ``available``. ``HETERO``, ``MULTI`` and ``BATCH`` use the listed ones, whose number of requests or of texts
-    (``MULTI:CPU(2)``) says nothing here. Raises ``DeviceError`` (no device is listed, or every one is excluded).
+    (``MULTI:CPU(2)``) says nothing here.
+
+    Raises:
+        DeviceError: no device is listed, or every one is excluded.
     """
     prefix, _, rest = text.upper().partition(":")
     if prefix.strip() not in DISTRIBUTING:
@@ -94,7 +97,8 @@ def is_present(core: ov.Core, device: str) -> bool:
 def check_device(core: ov.Core, device: object) -> str:
     """Return the device's name in capitals if it is on this machine.
 
-    Raises ``DeviceError`` (the device is not on this machine; the message lists the devices that are).
+    Raises:
+        DeviceError: the device is not on this machine; the message lists the devices that are.
     """
     available = core.available_devices
     name = device.upper() if isinstance(device, str) else ""
@@ -111,8 +115,10 @@ def check_device(core: ov.Core, device: object) -> str:
 def check_known(core: ov.Core, device: object) -> str:
     """Return the device's name if it is on this machine, or is an NPU or GPU.
 
-    The memory that a model would need on an NPU or GPU can be computed without one. Raises ``DeviceError`` (the device is not on
-    this machine, and is neither an NPU nor a GPU).
+    The memory that a model would need on an NPU or GPU can be computed without one.
+
+    Raises:
+        DeviceError: the device is not on this machine, and is neither an NPU nor a GPU.
     """
     if isinstance(device, str) and kind(device) in ("NPU", "GPU"):
         return device

@@ -77,7 +77,11 @@ def is_in_memory(directory: object) -> bool:
 
 
 def path_of(path: object) -> Path:
-    """Return the path that a user gave. Raises ``ModelError`` (it is none)."""
+    """Return the path that a user gave.
+
+    Raises:
+        ModelError: it is none.
+    """
     try:
         return Path(os.fsdecode(path))  # type: ignore[arg-type]
     except Exception:  # it is of another type, or of a caller's class
@@ -87,8 +91,10 @@ def path_of(path: object) -> Path:
 def joins_tokens(directory: Path) -> bool:
     """Return whether the detokenizer of a model directory joins the bytes of tokens, and does nothing else to the text.
 
-    Others put spaces between tokens, or correct the text, so that the text of a token depends on its neighbours. Raises
-    ``ModelError`` (the detokenizer is missing or damaged).
+    Others put spaces between tokens, or correct the text, so that the text of a token depends on its neighbours.
+
+    Raises:
+        ModelError: the detokenizer is missing or damaged.
     """
     return check_ir(directory / TOKENIZER_XML[1]).operations <= _JOINING
 
@@ -121,7 +127,8 @@ class ModelInMemory:
 def keep_in_memory(xml: object, weights: ov.Tensor) -> Path:
     """Return a name that stands for a model directory until ``forget_in_memory``; nothing is written to disk.
 
-    Raises ``ModelError`` (the text is not an IR, or has fewer bytes of weights than the IR needs).
+    Raises:
+        ModelError: the text is not an IR, or has fewer bytes of weights than the IR needs.
     """
     if not isinstance(xml, str) or not xml.rstrip().endswith("</net>"):
         raise ModelError(f"the model is a {type(xml).__name__}: with weights it must be the complete XML of an IR")
@@ -179,7 +186,8 @@ def _from_config(directory: Path, *names: str) -> list[int] | None:
 def kv_shapes(directory: Path, model_file: str = MODEL_XML) -> list[tuple[int, int]]:
     """Return heads and head size of each state of keys or values; empty if the IR does not have them.
 
-    Raises ``ModelError`` (the directory is missing or damaged).
+    Raises:
+        ModelError: the directory is missing or damaged.
     """
     held = model_in_memory(directory)
     if held is not None:
@@ -189,7 +197,11 @@ def kv_shapes(directory: Path, model_file: str = MODEL_XML) -> list[tuple[int, i
 
 
 def _needed(xml: bytes, name: str = MODEL_XML) -> int:
-    """Return the number of bytes of weights that an IR refers to. Raises ``ModelError`` (the IR is damaged)."""
+    """Return the number of bytes of weights that an IR refers to.
+
+    Raises:
+        ModelError: the IR is damaged.
+    """
     return _read_ir(xml, name).num_weight_bytes
 
 
@@ -203,7 +215,8 @@ def _read_ir(xml: bytes, name: str) -> IrFile:
 def check_ir(xml: Path, weights: Path | None = None, is_encrypted: bool = False) -> IrFile:
     """Return the structure of an IR file whose weights file is complete; ``weights`` defaults to the ``.bin`` beside it.
 
-    Raises ``ModelError`` (a file is missing, damaged or too short).
+    Raises:
+        ModelError: a file is missing, damaged or too short.
     """
     if not xml.is_file():
         raise ModelError(f"{xml.name} is missing in {str(xml.parent)!r}: export the model with `staticllm export`")
@@ -260,7 +273,8 @@ def read_model(
 ) -> ov.Model:
     """Read the IR of a checked directory. ``weights``: the weights file, if it is not beside the IR; ``decrypt``: if encrypted.
 
-    Raises ``ModelError`` (OpenVINO cannot read the IR, or it cannot be decrypted).
+    Raises:
+        ModelError: OpenVINO cannot read the IR, or it cannot be decrypted.
     """
     xml = directory / model_file
     try:
@@ -278,7 +292,8 @@ def read_model(
 def _decrypted(core: ov.Core, path: Path, weights: Path, decrypt: Callable[[bytes], bytes]) -> ov.Model:
     """Read a model whose weights are encrypted on disk and decrypted only in memory.
 
-    Raises ``ModelError`` (the callback failed, or returned too few bytes).
+    Raises:
+        ModelError: the callback failed, or returned too few bytes.
     """
     import numpy as np
     import openvino as ov

@@ -185,7 +185,11 @@ def find_port(name: str) -> Port | None:
 
 
 def port_of(names: Iterable[str]) -> tuple[str, Port]:
-    """Return the name that the contract knows, and its port; plugins add names. Raises ``KeyError`` (none is known)."""
+    """Return the name that the contract knows, and its port; plugins add names.
+
+    Raises:
+        KeyError: none is known.
+    """
     candidates = sorted(names)
     for name in candidates:
         if (port := find_port(name)) is not None:
@@ -217,7 +221,11 @@ def find_encoder_port(name: str) -> Port | None:
 
 
 def encoder_shape_of(name: str, shape: EncoderShape, variant: EncoderVariant) -> tuple[int, ...]:
-    """Return the shape of an encoder program's port at one variant. Raises ``KeyError`` (no such port)."""
+    """Return the shape of an encoder program's port at one variant.
+
+    Raises:
+        KeyError: no such port.
+    """
     port = find_encoder_port(name)
     if port is None:
         raise KeyError(f"no port of an encoder program has the name {name}")

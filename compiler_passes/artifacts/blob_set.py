@@ -84,7 +84,12 @@ def write_set(
 
 
 def copy_set(source: Path, target: Path, key: bytes = b"") -> None:
-    """Copy a whole set, verified, or nothing. Raises ``BlobError`` (no set, or a damaged one) and ``OSError`` (cannot write)."""
+    """Copy a whole set, verified, or nothing.
+
+    Raises:
+        BlobError: no set, or a damaged one.
+        OSError: cannot write.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
 
     def copy(manifest: Manifest) -> None:
@@ -124,7 +129,11 @@ def is_ours(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path, key: bytes = b"") -> Manifest:
-    """Read and check a set's manifest. Raises ``BlobError`` (none, or damaged, or of another schema or signature)."""
+    """Read and check a set's manifest.
+
+    Raises:
+        BlobError: none, or damaged, or of another schema or signature.
+    """
     path = folder / MANIFEST
     try:
         return decode(read_regular(path, MAX_MANIFEST, follow=False), key)
@@ -139,8 +148,10 @@ def read_manifest(folder: Path, key: bytes = b"") -> Manifest:
 def read_steadily(folder: Path, use: Callable[[Manifest], Result], key: bytes = b"") -> Result:
     """Read the manifest of a set, call ``use``, which reads its blobs, and return its result.
 
-    If the set is replaced meanwhile, both are repeated, up to ``READ_TRIES`` times. Raises ``BlobError`` (``read_manifest`` or
-    ``use`` raised it, or the set was replaced every time).
+    If the set is replaced meanwhile, both are repeated, up to ``READ_TRIES`` times.
+
+    Raises:
+        BlobError: ``read_manifest`` or ``use`` raised it, or the set was replaced every time.
     """
     for _ in range(READ_TRIES):
         manifest = read_manifest(folder, key)
@@ -193,8 +204,10 @@ def json_properties(properties: Mapping[str, Any]) -> dict[str, Any]:
 def read_blobs(folder: Path, manifest: Manifest, decrypt: Crypt | None = None) -> dict[str, ov.Tensor]:
     """Read, verify and decrypt every blob, by file name, ``NUM_READS`` at a time: bytes ``[size]``.
 
-    A program that is imported from a tensor shares its memory, so that nothing is copied. Raises ``BlobError`` (damaged, or
-    unexpectedly encrypted or plain).
+    A program that is imported from a tensor shares its memory, so that nothing is copied.
+
+    Raises:
+        BlobError: damaged, or unexpectedly encrypted or plain.
     """
     if manifest.is_encrypted != (decrypt is not None):
         what = (
@@ -213,7 +226,11 @@ def read_blobs(folder: Path, manifest: Manifest, decrypt: Crypt | None = None) -
 
 
 def read_stored(folder: Path, manifest: Manifest) -> Iterator[tuple[str, bytes]]:
-    """Yield name and stored bytes of every blob, verified. Raises ``BlobError`` (missing, changed, or too large for memory)."""
+    """Yield name and stored bytes of every blob, verified.
+
+    Raises:
+        BlobError: missing, changed, or too large for memory.
+    """
     for name, entry in manifest.blobs.items():
         yield name, _read_verified(folder / name, entry).data.tobytes()
 
@@ -263,7 +280,11 @@ def tensor_of(data: bytes) -> ov.Tensor:
 
 
 def import_blob(core: ov.Core, blob: ov.Tensor, target: ImportTarget) -> ov.CompiledModel:
-    """Import one program from its blob, whose memory it shares. Raises ``BlobError`` (the device refused it)."""
+    """Import one program from its blob, whose memory it shares.
+
+    Raises:
+        BlobError: the device refused it.
+    """
     extra = {"WEIGHTS_PATH": str(target.weights)} if target.weights is not None else {}
     try:
         return core.import_model(blob, target.device, {**target.properties, **extra})

@@ -72,7 +72,11 @@ def quarantine_text(folder: Path) -> str | None:
 
 
 def check_crashes(folder: Path) -> None:
-    """Check that a set may be used. Raises ``BlobError`` (it is in quarantine)."""
+    """Check that a set may be used.
+
+    Raises:
+        BlobError: it is in quarantine.
+    """
     text = quarantine_text(folder)
     if text is not None:
         raise BlobError(text)

@@ -75,7 +75,11 @@ class Fingerprint(ModelFingerprint):
 
     @classmethod
     def from_json(cls, content: Mapping[str, str]) -> Fingerprint:
-        """Return the fingerprint that ``to_json`` made ``content`` of. Raises ``ValueError`` (a field is missing)."""
+        """Return the fingerprint that ``to_json`` made ``content`` of.
+
+        Raises:
+            ValueError: a field is missing.
+        """
         needed = {label for label, name in _LABELS.items() if name not in ("platform", "driver", "compiler")}
         if missing := sorted(needed - set(content)):
             raise ValueError(f"the fingerprint has no {missing[0]!r}")
@@ -119,7 +123,8 @@ def with_article(kind: str) -> str:
 def file_digest(path: Path) -> str:
     """Return the hex digest (BLAKE2b over pieces) of a file's bytes and its length.
 
-    Raises ``ModelError`` (the file cannot be read).
+    Raises:
+        ModelError: the file cannot be read.
     """
     try:
         size = path.stat().st_size
@@ -152,7 +157,8 @@ def pieces_digest(pieces: Iterable[bytes | memoryview], key: bytes = b"") -> str
 def fingerprint_model(directory: Path, weights: Path | None = None, model_file: str = MODEL_XML) -> ModelFingerprint:
     """Return the digests of the graph and of its weights, which are beside the graph or at ``weights``.
 
-    Raises ``ModelError`` (a file cannot be read).
+    Raises:
+        ModelError: a file cannot be read.
     """
     if (held := model_in_memory(directory)) is not None:
         return ModelFingerprint(

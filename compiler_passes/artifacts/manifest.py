@@ -113,7 +113,11 @@ def encode(manifest: Manifest, key: bytes = b"") -> bytes:
 
 
 def decode(data: bytes, key: bytes = b"") -> Manifest:
-    """Read a manifest and check every field. Raises ``ManifestError`` (damaged, other schema or key, or an impossible value)."""
+    """Read a manifest and check every field.
+
+    Raises:
+        ManifestError: damaged, other schema or key, or an impossible value.
+    """
     try:
         frame = json.loads(data)
         digest = frame["digest"]
@@ -186,7 +190,8 @@ _Entries = Annotated[list[dict[str, Any]], Meta(max_length=MAX_ENTRIES)]
 def stored(kind: type[T], content: object) -> T:
     """Return the value of a dataclass, or of another annotated type, that JSON holds.
 
-    Raises ``ValueError`` (a field is unknown, missing, of another type, or out of its bounds; the text says where).
+    Raises:
+        ValueError: a field is unknown, missing, of another type, or out of its bounds; the text says where.
     """
     names = {item.name for item in fields(kind)} if is_dataclass(kind) else set()
     if names and isinstance(content, dict) and (different := sorted(names ^ set(content))):
@@ -281,7 +286,8 @@ def _variants(content: _Content, kind: type[V]) -> tuple[VariantFile, ...]:
 def cost_from_json(cost: object, kind: type[V]) -> tuple[V, float]:
     """Return the variant, of this type, and the seconds per call that ``cost_to_json`` made ``cost`` of.
 
-    Raises ``ValueError`` (it has another form, or an impossible value).
+    Raises:
+        ValueError: it has another form, or an impossible value.
     """
     values = dict(stored(dict[str, int | float], cost))
     seconds = values.pop("seconds", -1.0)

@@ -196,7 +196,11 @@ class StoredChain:
 
 
 def read_chain(data: bytes, bank: WeightBank) -> StoredChain:
-    """Return the calls of a chain, checked. Raises ``BlobError`` (it is no chain, or an impossible one)."""
+    """Return the calls of a chain, checked.
+
+    Raises:
+        BlobError: it is no chain, or an impossible one.
+    """
     stored = _decoded(data, _Chain)
     plan = ChainPlan(
         tuple(part.place for part in stored.parts),
@@ -273,7 +277,8 @@ def _require(condition: bool, what: str, value: object) -> None:
 def read_bank(index: bytes, weights: bytes | memoryview, allocate: Allocate | None = None) -> WeightBank:
     """Return the bank of a set; ``allocate`` gives memory of the device.
 
-    Raises ``BlobError`` (an entry is outside of the weights).
+    Raises:
+        BlobError: an entry is outside of the weights.
     """
     bank = WeightBank(allocate)
     data = np.frombuffer(weights, np.uint8)
@@ -309,7 +314,11 @@ def export_part(part: CompiledPart) -> bytes:
 
 
 def import_part(data: bytes, place: Place, target: ImportTarget) -> CompiledPart:
-    """Import a part from its bytes. Raises ``BlobError`` (it was refused)."""
+    """Import a part from its bytes.
+
+    Raises:
+        BlobError: it was refused.
+    """
     if place == "device":
         return import_blob(get_core(), tensor_of(data), target)
     length = int.from_bytes(data[:LENGTH_BYTES], "little")

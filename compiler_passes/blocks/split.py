@@ -51,7 +51,8 @@ class Splitter:
     def split(self, model: ov.Model) -> ChainModel:
         """Split a static program, which is changed. Without layers that repeat, one part is all of it but the host's.
 
-        Raises ``UnsupportedModelError`` (no value of the program depends on the tokens alone).
+        Raises:
+            UnsupportedModelError: no value of the program depends on the tokens alone.
         """
         fold_shapes(model)
         drop_idle(model)

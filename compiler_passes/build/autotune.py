@@ -315,7 +315,10 @@ def layers_speedup(
     """Return how many times faster calls of ``variant`` are in the second of two programs, as estimated.
 
     The first layers of the model run in both forms, in turns and with cold caches. 1.0 if the model has no layers that can be
-    told apart. What is in ``kept`` is not timed again. Raises ``RuntimeError`` (the device refused a program).
+    told apart. What is in ``kept`` is not timed again.
+
+    Raises:
+        RuntimeError: the device refused a program.
     """
     models = [first_layers(lowered.share(program.variants), LAYERS_SHARE) for program in programs]
     parts = [model for model in models if model is not None]

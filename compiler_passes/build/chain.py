@@ -116,7 +116,11 @@ class BoundCall:
         self.request.start_async()
 
     def wait(self) -> None:
-        """Wait for the end. Raises ``RuntimeError`` (of the device)."""
+        """Wait for the end.
+
+        Raises:
+            RuntimeError: of the device.
+        """
         self.request.wait()
 
 

@@ -44,7 +44,11 @@ CompilePart = Callable[[ChainPart, str, Mapping[str, Any], str], CompiledPart]
 def compile_model(
     core: ov.Core, model: ov.Model, device: str, properties: Mapping[str, Any], what: str
 ) -> ov.CompiledModel:
-    """Compile one model. Raises ``DeviceError`` (the device refused it)."""
+    """Compile one model.
+
+    Raises:
+        DeviceError: the device refused it.
+    """
     try:
         return core.compile_model(model, device, dict(properties))
     except RuntimeError as error:
@@ -52,12 +56,20 @@ def compile_model(
 
 
 def compile_for_host(model: ov.Model, what: str = "the host's part") -> HostPart:
-    """Compile the host's part of a chain. Raises ``DeviceError`` (OpenVINO refused it)."""
+    """Compile the host's part of a chain.
+
+    Raises:
+        DeviceError: OpenVINO refused it.
+    """
     return HostPart(model, compile_model(get_core(), model, HOST_DEVICE, HOST_PROPERTIES, what))
 
 
 def compile_here(part: ChainPart, device: str, properties: Mapping[str, Any], what: str) -> CompiledPart:
-    """Compile a part for a device of this machine. Raises ``DeviceError`` (the device refused it)."""
+    """Compile a part for a device of this machine.
+
+    Raises:
+        DeviceError: the device refused it.
+    """
     if part.place == "host":
         return compile_for_host(part.model, f"{part.name} of {what}")
     return compile_model(get_core(), part.model, device, properties, f"{part.name} of {what}")
@@ -111,7 +123,11 @@ class ChainCompiler:
             self._known = {key: part for key, part in self._known.items() if _is_compiled(part)}
 
     def compile(self, source: ChainSource) -> CompiledChain:
-        """Compile one static program. Raises ``DeviceError`` (the device refused a part)."""
+        """Compile one static program.
+
+        Raises:
+            DeviceError: the device refused a part.
+        """
         (chain,) = self.compile_each([source])
         return chain
 

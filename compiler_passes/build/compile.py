@@ -156,7 +156,11 @@ DecoderPrograms: TypeAlias = CompiledPrograms[Variant, ModelShape]
 
 
 def compile_all(plan: CompilePlan[V, S], on_progress: OnProgress = lambda event: None) -> CompiledPrograms[V, S]:
-    """Compile every variant of a plan. Raises ``DeviceError`` (the device refused a program)."""
+    """Compile every variant of a plan.
+
+    Raises:
+        DeviceError: the device refused a program.
+    """
     compiled = dict(compile_each(plan, on_progress))
     return CompiledPrograms(plan.lowered.shape, plan.options, compiled)
 
@@ -198,8 +202,11 @@ def compile_programs(
 ) -> Generator[AnyProgram, None, None]:
     """Compile the variants in their order. In ``shared`` mode those of one group get the same compiled model.
 
-    Shared programs are compiled in parallel, because each compilation uses one core. Raises ``DeviceError`` (the device refused a
-    program) and ``ClosedError`` (the calling thread leaves).
+    Shared programs are compiled in parallel, because each compilation uses one core.
+
+    Raises:
+        DeviceError: the device refused a program.
+        ClosedError: the calling thread leaves.
     """
     if options.mode == "separate":
         for variant in variants:

@@ -56,7 +56,11 @@ def _run_chain(chain: CompiledChain, feeds: Mapping[str, NDArray[Any]]) -> dict[
 
 
 def bound_request(compiled: ov.CompiledModel, feeds: Mapping[str, NDArray[Any]]) -> ov.InferRequest:
-    """Return a request that reads ``feeds``, by port name, which the caller keeps. Raises ``RuntimeError`` (a wrong shape)."""
+    """Return a request that reads ``feeds``, by port name, which the caller keeps.
+
+    Raises:
+        RuntimeError: a wrong shape.
+    """
     request = compiled.create_infer_request()
     for port in compiled.inputs:
         (name,) = port.get_names() & feeds.keys()  # plugins add names of their own

@@ -75,8 +75,10 @@ def program_layout(device: str, path: Path, config: StaticLLMConfig, kv_type: KV
     A shared program prepares all its nodes again, about 20 microseconds each, when it runs with another number of rows than
     before, and on the CPU a program compiled for a single row is faster. A second program needs a copy of the weights. Therefore
     small models have one program per phase, medium ones a second program for calls of few rows if ``is_worth_a_copy``, and large
-    ones one program. On a CPU with ``MEMORY_LIMIT_MB``, a model has one program if two would exceed the limit. Raises
-    ``ConfigError`` (even one program would exceed ``MEMORY_LIMIT_MB``).
+    ones one program. On a CPU with ``MEMORY_LIMIT_MB``, a model has one program if two would exceed the limit.
+
+    Raises:
+        ConfigError: even one program would exceed ``MEMORY_LIMIT_MB``.
     """
     if program_mode(device, config) == "separate":
         return fixed_layout(device, config)
@@ -141,7 +143,8 @@ def memory_needs(path: Path, config: StaticLLMConfig, kv_type: KVType) -> Memory
 def with_host_slots(device: str, path: Path, config: StaticLLMConfig, kv_type: KVType) -> StaticLLMConfig:
     """Return the config with a host pool that fits beside everything else below ``MEMORY_LIMIT_MB``, if it is not set.
 
-    Raises ``ConfigError`` (even one program would exceed ``MEMORY_LIMIT_MB``).
+    Raises:
+        ConfigError: even one program would exceed ``MEMORY_LIMIT_MB``.
     """
     if config.memory_limit_mb is None or config.host_kv_slots is not None or kind(device) != "CPU":
         return config

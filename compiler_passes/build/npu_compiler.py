@@ -77,7 +77,8 @@ class NPUCompiler(Protocol):
     def version(self) -> str:
         """The versions of OpenVINO and of its NPU compiler, for fingerprints. May start the process.
 
-        Raises ``DeviceError`` (the compiler does not start).
+        Raises:
+            DeviceError: the compiler does not start.
         """
         ...
 

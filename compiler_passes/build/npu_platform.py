@@ -43,7 +43,8 @@ schedules of large products."""
 def platform_of(number: object) -> Platform:
     """Return the platform of a number such as ``"4000"``; ``NPU4000`` is the same, as some of OpenVINO's properties have it.
 
-    Raises ``ConfigError`` (it is no known platform).
+    Raises:
+        ConfigError: it is no known platform.
     """
     found = PLATFORMS.get(str(number).upper().removeprefix("NPU")) if isinstance(number, (str, int)) else None
     if found is None:

@@ -55,8 +55,10 @@ def choose_variants(
     - Mixed calls, in which several sequences prefill or decode, have 16 … 256 rows (only ``shared``).
 
     A model with recurrent states runs one sequence per call without idle rows. Its sizes of prefill are such that full calls make
-    up any prompt. A model without KV states has one KV length. Raises ``ConfigError`` (``GENERATE_KV_LENS`` or
-    ``PREFILL_KV_LENS`` ends too low for the lengths).
+    up any prompt. A model without KV states has one KV length.
+
+    Raises:
+        ConfigError: ``GENERATE_KV_LENS`` or ``PREFILL_KV_LENS`` ends too low for the lengths.
     """
     total = config.num_kv_slots(mode)
     num_seqs = config.num_seqs(mode) if shape is None or shape.is_packable else 1

@@ -25,7 +25,11 @@ _LISTED = 3
 
 
 def mend_layers(model: ov.Model, header: GGUFHeader) -> None:
-    """Change a model of the reader in place. Raises ``ModelError`` (there are tensors that it does not use)."""
+    """Change a model of the reader in place.
+
+    Raises:
+        ModelError: there are tensors that it does not use.
+    """
     values = {
         re.sub(r"^[A-Za-z]+_\d+_", "", node.get_friendly_name()): node
         for node in model.get_ordered_ops()

@@ -41,7 +41,8 @@ _SIZES = {
 def convert(path: Path, target: Path) -> list[str]:
     """Write the model, its tokenizer and its configuration into a folder. Return what was assumed, each in a line.
 
-    Raises ``ModelError`` (the file cannot be read, or its architecture, types of weights or vocabulary are not known).
+    Raises:
+        ModelError: the file cannot be read, or its architecture, types of weights or vocabulary are not known.
     """
     header = read_gguf_header(path)
     check_architecture(header)
@@ -57,7 +58,11 @@ def convert(path: Path, target: Path) -> list[str]:
 
 
 def _save(model: ov.Model, path: Path) -> None:
-    """Write a model. Raises ``ModelError`` (there is no room for it, or it may not be written)."""
+    """Write a model.
+
+    Raises:
+        ModelError: there is no room for it, or it may not be written.
+    """
     try:
         ov.save_model(model, path, compress_to_fp16=False)
     except RuntimeError as error:

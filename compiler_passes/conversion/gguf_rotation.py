@@ -27,7 +27,8 @@ _MOST_NODES = 1000
 def restore_angles(model: ov.Model, header: GGUFHeader) -> None:
     """Replace the angles and the factor of every cosine and sine.
 
-    Raises ``ModelError`` (the factors of the file do not fit, or the reader's graph is not the one that is known).
+    Raises:
+        ModelError: the factors of the file do not fit, or the reader's graph is not the one that is known.
     """
     for node in model.get_ordered_ops():
         if node.get_type_name() in ("Cos", "Sin"):
@@ -100,7 +101,11 @@ def _positions(node: ov.Node) -> ov.Output:
 
 
 def _number(header: GGUFHeader, key: str, default: float) -> float:
-    """Return a number behind the architecture's name. Raises ``ModelError`` (it is none)."""
+    """Return a number behind the architecture's name.
+
+    Raises:
+        ModelError: it is none.
+    """
     value = header.metadata.get(f"{header.architecture}.{key}", default)
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ModelError(f"{str(header.path)!r} has no number as {header.architecture}.{key}: download it again")
@@ -132,7 +137,11 @@ def frequencies(header: GGUFHeader, half: int, own: str = _SHORT) -> NDArray[np.
 
 
 def factors(header: GGUFHeader, name: str, half: int) -> NDArray[np.float64]:
-    """Return what a tensor divides angles by; ones without it. Raises ``ModelError`` (it does not fit, or has zeros)."""
+    """Return what a tensor divides angles by; ones without it.
+
+    Raises:
+        ModelError: it does not fit, or has zeros.
+    """
     tensor = next((each for each in header.tensors if each.name == name), None)
     if tensor is None:
         return np.ones(half)

@@ -157,7 +157,11 @@ class _Vocabulary:
 
 
 def special_tokens(header: GGUFHeader) -> SpecialTokens:
-    """Return the special tokens. Raises ``ModelError`` (an id is not in the vocabulary)."""
+    """Return the special tokens.
+
+    Raises:
+        ModelError: an id is not in the vocabulary.
+    """
     tokens = _tokens(header)
     bos, eos = (_id(header, what, len(tokens)) for what in ("bos", "eos"))
     pad, eot, eom = (_optional_id(header, what, len(tokens)) for what in ("padding", "eot", "eom"))
@@ -187,7 +191,11 @@ def _optional_id(header: GGUFHeader, what: str, num_tokens: int) -> int | None:
 
 
 def _flag(header: GGUFHeader, key: str, default: bool) -> bool:
-    """Return a setting. Raises ``ModelError`` (it is neither true nor false)."""
+    """Return a setting.
+
+    Raises:
+        ModelError: it is neither true nor false.
+    """
     value = header.metadata.get(key, default)
     if not isinstance(value, int) or value not in (0, 1):
         raise ModelError(
@@ -237,7 +245,11 @@ def check_vocabulary(header: GGUFHeader) -> None:
 
 
 def split_of(header: GGUFHeader) -> str:
-    """Return how texts are split. Raises ``ModelError`` (the file does not say it, or it is not known)."""
+    """Return how texts are split.
+
+    Raises:
+        ModelError: the file does not say it, or it is not known.
+    """
     pre = header.text(PRE)
     known = ARCHITECTURES.get(header.architecture)
     if not pre and known is not None and known.split:
@@ -268,7 +280,8 @@ def assumed(header: GGUFHeader) -> list[str]:
 def build_tokenizer(header: GGUFHeader) -> tuple[ov.Model, ov.Model]:
     """Return the tokenizer and the detokenizer of a file, with its chat template.
 
-    Raises ``ModelError`` (the vocabulary is missing, damaged, or of a kind that is not known).
+    Raises:
+        ModelError: the vocabulary is missing, damaged, or of a kind that is not known.
     """
     from openvino_tokenizers.tokenizer_pipeline import TokenizerPipeline
     from openvino_tokenizers.utils import change_inputs_type, change_outputs_type
@@ -388,7 +401,11 @@ def _merging(texts: list[bytes], pairs: list[tuple[bytes, bytes]], more: dict[by
 
 
 def _merges(header: GGUFHeader) -> list[Pair]:
-    """Return the pairs to merge. Raises ``ModelError`` (they are missing, or one makes what is no token)."""
+    """Return the pairs to merge.
+
+    Raises:
+        ModelError: they are missing, or one makes what is no token.
+    """
     merges = header.metadata.get(MERGES)
     if not isinstance(merges, list) or any(each.count(" ") != 1 for each in merges):
         raise ModelError(f"{str(header.path)!r} has no pairs to merge, or damaged ones ({MERGES}): download it again")

@@ -131,7 +131,11 @@ class ChildCompiler:
             self._lock.release()
 
     def _running(self) -> _Session:
-        """Return the child, which is started if there is none. Raises ``DeviceError`` (it does not start)."""
+        """Return the child, which is started if there is none.
+
+        Raises:
+            DeviceError: it does not start.
+        """
         if self._session is not None and not self._session.is_usable:
             self._drop()
         if self._session is None:
@@ -156,7 +160,11 @@ class ChildCompiler:
 
 
 def _settings(platform: Platform, properties: Mapping[str, str], with_schedule: bool) -> list[str]:
-    """Return ``KEY=VALUE`` of all properties. Raises ``ConfigError`` (one is impossible, or contradicts the platform)."""
+    """Return ``KEY=VALUE`` of all properties.
+
+    Raises:
+        ConfigError: one is impossible, or contradicts the platform.
+    """
     given = {"NPU_COMPILER_TYPE": "PLUGIN", "NPU_PLATFORM": platform.number}
     for key, value in properties.items():
         if not isinstance(key, str) or not _KEY.fullmatch(key):
@@ -225,7 +233,11 @@ class _Session:
         return f"openvino {_text(answer, 'openvino')}, NPU compiler {_compiler_version(_text(answer, 'compiler'))}"
 
     def save(self, model: ov.Model, job: str) -> None:
-        """Write the model where the child reads it. Raises ``DeviceError`` (it cannot be written)."""
+        """Write the model where the child reads it.
+
+        Raises:
+            DeviceError: it cannot be written.
+        """
         work = self._work
         needed = sum(node.get_byte_size() for node in model.get_ops() if node.get_type_name() == "Constant")
         remedy = "free space there, or set TMPDIR to a folder of a larger disk"
@@ -273,7 +285,11 @@ class _Session:
         return refused_text(job, said, self._log)
 
     def program(self, platform: Platform, job: str, compiled: _Compiled, with_schedule: bool) -> NPUProgram:
-        """Read what the child has written. Raises ``DeviceError`` (it is missing, or damaged)."""
+        """Read what the child has written.
+
+        Raises:
+            DeviceError: it is missing, or damaged.
+        """
         work = self._work
         try:
             blob = read_regular(work / BLOB, MAX_BLOB, follow=False)

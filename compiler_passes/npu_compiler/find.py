@@ -29,7 +29,9 @@ class CompilerStatus:
 def find_compiler(kind: str = "auto") -> ChildCompiler:
     """Return an NPU compiler, which starts its process when it is first used.
 
-    Raises ``ConfigError`` (the kind is unknown) and ``DeviceError`` (there is none; the message says how to get one).
+    Raises:
+        ConfigError: the kind is unknown.
+        DeviceError: there is none; the message says how to get one.
     """
     if kind not in COMPILER_KINDS:
         raise ConfigError(f"compiler {shown(kind)} is not known: use one of {', '.join(COMPILER_KINDS)}")

@@ -28,7 +28,11 @@ REMEDY = "install openvino again, or use another machine's compiler"
 
 
 def local_compiler() -> ChildCompiler:
-    """Return the compiler of the installed OpenVINO. Raises ``DeviceError`` (it has none)."""
+    """Return the compiler of the installed OpenVINO.
+
+    Raises:
+        DeviceError: it has none.
+    """
     if getattr(sys, "frozen", False):
         raise DeviceError(f"{WHAT} cannot be run by a frozen application: compile with a Python installation")
     problem = npu_compiler_problem(get_core())

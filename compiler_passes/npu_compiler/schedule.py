@@ -36,7 +36,8 @@ _Event: TypeAlias = Mapping[str, Any]
 def read_schedule(data: bytes, platform: Platform) -> Schedule:
     """Return the schedule of a compiler's trace.
 
-    Raises ``DeviceError`` (it has more than ``MAX_TRACE`` bytes, or is not such a trace).
+    Raises:
+        DeviceError: it has more than ``MAX_TRACE`` bytes, or is not such a trace.
     """
     if len(data) > MAX_TRACE:
         raise DeviceError(f"the compiler's schedule has {len(data)} bytes, at most {MAX_TRACE} are read: {_REMEDY}")

@@ -54,20 +54,29 @@ def default_folder() -> Path:
 def wine_compiler(folder: Path | None = None) -> ChildCompiler:
     """Return the compiler of a set-up, by default of that for the installed OpenVINO.
 
-    Raises ``DeviceError`` (there is no set-up or no Wine, or one of them is broken).
+    Raises:
+        DeviceError: there is no set-up or no Wine, or one of them is broken.
     """
     found = read_setup(default_folder() if folder is None else folder)
     return ChildCompiler(launch(found.folder))
 
 
 def launch(folder: Path) -> Launch:
-    """Return how the child of a set-up is started. Raises ``DeviceError`` (there is no Wine)."""
+    """Return how the child of a set-up is started.
+
+    Raises:
+        DeviceError: there is no Wine.
+    """
     command = (str(loader()), rf"C:\{Path(LIBRARIES).name}\{PROGRAM}")
     return Launch(command, environment(folder), WHAT, f"run `{COMMAND} --force`")
 
 
 def loader() -> Path:
-    """Return Wine's program. Raises ``DeviceError`` (there is none)."""
+    """Return Wine's program.
+
+    Raises:
+        DeviceError: there is none.
+    """
     if sys.platform == "linux":
         for name in _LOADERS:
             found = shutil.which(name)
@@ -97,7 +106,8 @@ def environment(folder: Path) -> Mapping[str, str]:
 def read_setup(folder: Path) -> WineSetup:
     """Return the set-up in a folder, after a look at each of its files.
 
-    Raises ``DeviceError`` (there is none, it is broken or of another version, or Wine is missing).
+    Raises:
+        DeviceError: there is none, it is broken or of another version, or Wine is missing.
     """
     if not folder.is_dir():
         raise DeviceError(f"{WHAT} is not set up ({folder} does not exist): run `{COMMAND}` once")

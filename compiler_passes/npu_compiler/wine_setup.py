@@ -139,7 +139,11 @@ def _made(target: Path, wheel: Path | None, steps: _Steps) -> wine.WineSetup:
 
 
 def _check_packages(installs: bool) -> None:
-    """Check that Wine and mingw are there; install them if wanted. Raises ``DeviceError`` (they are not)."""
+    """Check that Wine and mingw are there; install them if wanted.
+
+    Raises:
+        DeviceError: they are not.
+    """
     missing = _missing()
     if missing and installs:
         _install()
@@ -159,7 +163,11 @@ def _missing() -> list[str]:
 
 
 def _install() -> None:
-    """Install the packages. Raises ``DeviceError`` (there is no apt-get, or it failed)."""
+    """Install the packages.
+
+    Raises:
+        DeviceError: there is no apt-get, or it failed.
+    """
     if shutil.which("apt-get") is None:
         raise DeviceError(f"there is no apt-get to install {' and '.join(wine.PACKAGES)}: install them by hand")
     quiet = {"DEBIAN_FRONTEND": "noninteractive"}
@@ -169,7 +177,11 @@ def _install() -> None:
 
 
 def _downloaded(scratch: Path, number: str) -> Path:
-    """Return the wheel, which pip has compared with the digest of its index. Raises ``DeviceError`` (pip failed)."""
+    """Return the wheel, which pip has compared with the digest of its index.
+
+    Raises:
+        DeviceError: pip failed.
+    """
     folder = scratch / "download"
     folder.mkdir()
     pip = (sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input")
@@ -190,7 +202,9 @@ def _downloaded(scratch: Path, number: str) -> Path:
 def _unpack(wheel: Path, scratch: Path, number: str) -> None:
     """Write the libraries and headers of a wheel, each compared with the wheel's own digests.
 
-    Raises ``ConfigError`` (it cannot be read, is no such wheel, or is damaged) and ``OSError`` (they cannot be written).
+    Raises:
+        ConfigError: it cannot be read, is no such wheel, or is damaged.
+        OSError: they cannot be written.
     """
     remedy = f"`pip download --platform win_amd64 --no-deps openvino=={number}` gets it"
     try:
@@ -231,7 +245,11 @@ def _text(archive: zipfile.ZipFile, name: str) -> str:
 
 
 def _member(archive: zipfile.ZipFile, name: str, digests: Mapping[str, str]) -> bytes:
-    """Return a file of the wheel. Raises ``KeyError`` and ``ValueError`` (it is too large, or has another digest)."""
+    """Return a file of the wheel.
+
+    Raises:
+        KeyError, ValueError: it is too large, or has another digest.
+    """
     if archive.getinfo(name).file_size > _MAX_MEMBER:
         raise ValueError(f"{name} is larger than {_MAX_MEMBER} bytes")
     data = archive.read(name)
@@ -304,7 +322,11 @@ def _run(
     environment: Mapping[str, str] | None = None,
     remedy: str = "read the message, and try again",
 ) -> None:
-    """Run a program to its end. Raises ``DeviceError`` (it cannot be started, failed, or took too long)."""
+    """Run a program to its end.
+
+    Raises:
+        DeviceError: it cannot be started, failed, or took too long.
+    """
     with tempfile.TemporaryDirectory(prefix="staticllm-") as folder:
         errors = Path(folder) / "stderr.txt"
         try:
@@ -331,7 +353,8 @@ def _unwritable(folder: Path, error: OSError) -> StaticLLMError:
 def remove() -> int:
     """Remove all set-ups of this user, also of other versions of OpenVINO; return their bytes.
 
-    Raises ``DeviceError`` (one cannot be removed).
+    Raises:
+        DeviceError: one cannot be removed.
     """
     folder = wine.default_folder().parent
     if not folder.is_dir():

@@ -294,7 +294,11 @@ def _short_id(id: object) -> str:
 
 
 def _arguments(value: object, form: CallForm) -> object:
-    """Return the arguments as a template takes them; malformed ones as they are. Raises PromptError: they are no object."""
+    """Return the arguments as a template takes them; malformed ones as they are.
+
+    Raises:
+        PromptError: they are no object.
+    """
     if form.arguments == "text":
         return value if isinstance(value, str) else _to_text({} if value is None else value)
     parsed = _parsed(value)

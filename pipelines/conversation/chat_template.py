@@ -55,7 +55,11 @@ def render(
 
 
 def shape_of(template: str) -> TemplateShape:
-    """Return what a template shows. Raises PromptError: the template has an error."""
+    """Return what a template shows.
+
+    Raises:
+        PromptError: the template has an error.
+    """
     with _errors_of_prompts():
         return probed_shape(template)
 

@@ -72,7 +72,11 @@ def _take_string(source: Source, write: Callable[[str], object]) -> Steps[None]:
 
 
 def _take_one(source: Source, write: Callable[[str], object], possible: str) -> Steps[str]:
-    """Take and return the next character. Raises MalformedError: it is none of those that are possible."""
+    """Take and return the next character.
+
+    Raises:
+        MalformedError: it is none of those that are possible.
+    """
     char = yield from source.peek()
     if not char or char not in possible:
         raise MalformedError(f"{char!r} here")
@@ -124,7 +128,11 @@ def _take_word(source: Source, write: Callable[[str], object], most: int) -> Ste
 
 
 def check_word(word: str) -> None:
-    """Check a number or a literal. Raises MalformedError: it is no JSON."""
+    """Check a number or a literal.
+
+    Raises:
+        MalformedError: it is no JSON.
+    """
     try:
         strict_json(word)
     except ValueError as error:
@@ -132,7 +140,11 @@ def check_word(word: str) -> None:
 
 
 def strict_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError: it is none; NaN and Infinity are none."""
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is none; NaN and Infinity are none.
+    """
     return json.loads(text, parse_constant=_refuse)
 
 

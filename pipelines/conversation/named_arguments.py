@@ -103,7 +103,11 @@ def _take_value(source: Source) -> Steps[str]:
 
 
 def as_json(text: str) -> str:
-    """Return the JSON text of a literal of Python or JSON. Raises MalformedError: it is neither, or has no JSON form."""
+    """Return the JSON text of a literal of Python or JSON.
+
+    Raises:
+        MalformedError: it is neither, or has no JSON form.
+    """
     try:
         value: Any = json.loads(text)
     except (ValueError, RecursionError):

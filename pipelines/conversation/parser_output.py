@@ -118,14 +118,22 @@ class Output:
         self._drops_space = True
 
     def begin_call(self, name: str) -> None:
-        """Begin a call whose name is known. Raises MalformedError: no calls are looked for."""
+        """Begin a call whose name is known.
+
+        Raises:
+            MalformedError: no calls are looked for.
+        """
         if not self._has_calls:
             raise MalformedError("calls are content")
         self._events.append(CallBegin(self._num_calls, self._new_id(), name))
         self._is_in_call = True
 
     def begin_bare_call(self, name: str) -> None:
-        """Begin a call that no marker announced. Raises MalformedError: there is no such function, or no calls are looked for."""
+        """Begin a call that no marker announced.
+
+        Raises:
+            MalformedError: there is no such function, or no calls are looked for.
+        """
         if self.names and name not in self.names:
             raise MalformedError(f"no function is called {name!r}")
         self.begin_call(name)

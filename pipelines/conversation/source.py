@@ -119,12 +119,20 @@ class Source:
         return is_cut
 
     def expect(self, literal: str) -> Steps[None]:
-        """Take ``literal``. Raises MalformedError: something else comes next."""
+        """Take ``literal``.
+
+        Raises:
+            MalformedError: something else comes next.
+        """
         if not (yield from self.skip(literal)):
             raise MalformedError(f"{literal!r} is missing")
 
     def items(self, end: str, take: Callable[[], Steps[None]]) -> Steps[None]:
-        """Take items with commas between them, and ``end``. ``take`` takes one. Raises MalformedError: something else comes."""
+        """Take items with commas between them, and ``end``. ``take`` takes one.
+
+        Raises:
+            MalformedError: something else comes.
+        """
         while True:
             yield from self.skip_space()
             yield from take()

@@ -147,7 +147,11 @@ class CostProbe:
                 logger.warning("the measured costs could not be kept", exc_info=True)
 
     def seconds_of(self, variant: Variant) -> float:
-        """Time a variant as ``measure_next`` does, without adding its cost. Raises ``Exception`` (the device failed)."""
+        """Time a variant as ``measure_next`` does, without adding its cost.
+
+        Raises:
+            Exception: the device failed.
+        """
         seconds = self._timed(variant, lambda: False)
         assert seconds is not None
         return seconds

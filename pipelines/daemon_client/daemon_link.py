@@ -28,18 +28,28 @@ class Startable(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Its runtime folder. Raises ``EndpointError`` if it cannot be used."""
+        """Its runtime folder.
+
+        Raises:
+            EndpointError: it cannot be used.
+        """
         ...
 
     def start(self) -> None:
-        """Start it, and return when it listens. Raises ``EndpointError`` if it does not in time."""
+        """Start it, and return when it listens.
+
+        Raises:
+            EndpointError: it does not in time.
+        """
         ...
 
 
 class DaemonLink:
     """This program as a client of the daemon, on one ``connection``. One thread at a time may call ``ask``.
 
-    Raises ``DeviceError`` (no daemon can be reached or started) and ``StaticLLMError`` (it refused this program).
+    Raises:
+        DeviceError: no daemon can be reached or started.
+        StaticLLMError: it refused this program.
     """
 
     def __init__(self, home: Startable) -> None:
@@ -72,7 +82,11 @@ class DaemonLink:
         return answer
 
     def check_silence(self) -> None:
-        """Return if the daemon answers new connections, or has ended. Raises ``SilentError`` (it does not answer)."""
+        """Return if the daemon answers new connections, or has ended.
+
+        Raises:
+            SilentError: it does not answer.
+        """
         self._watch.check()
 
     @property
@@ -89,7 +103,11 @@ class DaemonLink:
         self.connection.close()
 
     def _join(self, home: Startable) -> Joined:
-        """Connect, and start the daemon if none listens. Raises ``EndpointError`` (it does not listen in time)."""
+        """Connect, and start the daemon if none listens.
+
+        Raises:
+            EndpointError: it does not listen in time.
+        """
         priority = _priority() + 100
         try:
             return join_daemon(self._folder, self._watch.check, priority=priority)

@@ -34,7 +34,11 @@ class Delivered(Generic[Part]):
         self._num_seen = 0
 
     def take(self, part: Part) -> Part:
-        """Return what of the next part of the current run is new. Raises ``DivergedError`` if the rest is not what was given."""
+        """Return what of the next part of the current run is new.
+
+        Raises:
+            DivergedError: the rest is not what was given.
+        """
         known = self._given[self._num_seen : self._num_seen + len(part)]
         if part[: len(known)] != known:
             raise DivergedError

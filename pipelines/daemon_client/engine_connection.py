@@ -100,8 +100,11 @@ class EngineConnection:
     def submit(self, request: EngineRequest, queue: OutputQueue) -> CompileTimes | None:
         """Submit a request, and return when the daemon has accepted it; ``queue`` gets its outputs.
 
-        Returns what its grammar took to compile, if it has one. Raises ``ProcessLostError`` (the daemon has ended before it
-        accepted the request; nothing was put into ``queue``) and ``StaticLLMError`` (it was refused).
+        Returns what its grammar took to compile, if it has one.
+
+        Raises:
+            ProcessLostError: the daemon has ended before it accepted the request; nothing was put into ``queue``.
+            StaticLLMError: it was refused.
         """
         with self._lock:
             self._running[request.id] = RunningRequest(queue, set(range(request.num_sequences)))
@@ -156,8 +159,11 @@ class EngineConnection:
     def ask(self, message: Message) -> Message:
         """Send a question about the model and wait for its answer, while outputs of requests go on.
 
-        Raises ``ClosedError`` (the connection was closed), ``ConfigError`` (the message is too large), ``ProcessLostError``
-        (the daemon has ended) and ``StaticLLMError`` (it refused, or failed).
+        Raises:
+            ClosedError: the connection was closed.
+            ConfigError: the message is too large.
+            ProcessLostError: the daemon has ended.
+            StaticLLMError: it refused, or failed.
         """
         future = InterruptibleFuture[Message]()
         with self._lock:
@@ -253,7 +259,11 @@ class EngineConnection:
             self._on_lost()
 
     def _check_silence(self) -> None:
-        """Check that the daemon still answers, if a request or a question waits. Raises ``SilentError`` (it does not)."""
+        """Check that the daemon still answers, if a request or a question waits.
+
+        Raises:
+            SilentError: it does not.
+        """
         if self._running or self._answers:
             self._link.check_silence()
 

@@ -70,8 +70,9 @@ class RemoteEngine:
     def reconnect(self) -> None:
         """Load the model in the daemon again if it has ended. Takes as long as loading does.
 
-        Raises ``ClosedError`` (the engine was closed) and ``StaticLLMError`` (the daemon cannot be started, or refuses the
-        model).
+        Raises:
+            ClosedError: the engine was closed.
+            StaticLLMError: the daemon cannot be started, or refuses the model.
         """
         self._connected()
 
@@ -80,10 +81,12 @@ class RemoteEngine:
     ) -> OutputQueue:
         """Submit a request. Its outputs arrive in ``queue``, which is returned; None creates a new one.
 
-        Raises ``BusyError`` (``MAX_WAITING`` requests are waiting in the daemon's engine), ``ClosedError`` (the engine was
-        closed), ``ProcessLostError`` (the daemon has ended twice before it accepted the request) and
-        ``GenerationConfigError`` (there are ``processors``, which cannot go to another process; or the grammar cannot be
-        compiled, or has no answer that is short enough; or it needs another tokenizer than the daemon's).
+        Raises:
+            BusyError: ``MAX_WAITING`` requests are waiting in the daemon's engine.
+            ClosedError: the engine was closed.
+            ProcessLostError: the daemon has ended twice before it accepted the request.
+            GenerationConfigError: there are ``processors``, which cannot go to another process; or the grammar cannot be
+                compiled, or has no answer that is short enough; or it needs another tokenizer than the daemon's.
         """
         if processors:
             raise GenerationConfigError(
@@ -131,7 +134,8 @@ class RemoteEngine:
     def calls_after(self, number: int) -> dict[str, Any]:
         """Return what the daemon's engine does, over all programs that use it: ``CallWatch.after`` says what that is.
 
-        Raises ``ClosedError`` (the engine was closed, or the daemon has ended).
+        Raises:
+            ClosedError: the engine was closed, or the daemon has ended.
         """
         self.check_process()
         return self._connection.ask(Message(Kind.STATS, body={"of": "calls", "after": number})).body

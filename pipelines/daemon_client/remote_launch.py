@@ -66,7 +66,11 @@ Launch = Callable[[Path, Sequence[Candidate], Policy, OnProgress], RemoteLaunche
 
 
 def check_home(daemon: object) -> None:
-    """Check the argument ``daemon`` of a pipeline. Raises ``ConfigError`` (it is something else than a bool or a home)."""
+    """Check the argument ``daemon`` of a pipeline.
+
+    Raises:
+        ConfigError: it is something else than a bool or a home.
+    """
     if not isinstance(daemon, bool) and not hasattr(daemon, "adopt"):
         raise ConfigError(f"daemon={shown(daemon)}: must be True, False or a DaemonHome")
 
@@ -84,7 +88,10 @@ def remote_launcher(
 
     The daemon reads the adapters and the draft model from their files. The function raises ``ConfigError`` if a property
     cannot be sent to another process, ``DeviceError`` if no daemon can be reached, and another ``StaticLLMError`` if the
-    daemon refuses the model; the message says why. Raises ``ConfigError`` (``daemon`` is something else).
+    daemon refuses the model; the message says why.
+
+    Raises:
+        ConfigError: ``daemon`` is something else.
     """
     check_home(daemon)
     home = UserDaemon() if isinstance(daemon, bool) else daemon
@@ -165,9 +172,11 @@ class _RemoteModel:
     def connect(self, on_lost: OnLost) -> EngineConnection:
         """Load the model, and return a connection to its engine.
 
-        Raises ``DeviceError`` (no daemon can be reached), ``ClosedError`` (``give_up`` was called), ``ModelError`` (the
-        daemon serves the model with other limits than the one before) and ``StaticLLMError`` (the daemon refused the
-        model).
+        Raises:
+            DeviceError: no daemon can be reached.
+            ClosedError: ``give_up`` was called.
+            ModelError: the daemon serves the model with other limits than the one before.
+            StaticLLMError: the daemon refused the model.
         """
         link = DaemonLink(self._home)
         self._link = link
@@ -191,7 +200,11 @@ class _RemoteModel:
 
 
 def check_sendable(scheduler: object) -> None:
-    """Check that the policy of a pipeline can be sent to the daemon. Raises ``ConfigError`` (it cannot)."""
+    """Check that the policy of a pipeline can be sent to the daemon.
+
+    Raises:
+        ConfigError: it cannot.
+    """
     if not (scheduler is None or isinstance(scheduler, str)):
         raise ConfigError("scheduler is an object of this program: the daemon takes a name, such as 'dynamic'")
 
@@ -224,7 +237,11 @@ def _plain_adapters(adapters: AdapterSet | None) -> dict[str, Any] | None:
 
 
 def _plain_draft(draft: DraftSource | None) -> dict[str, Any] | None:
-    """Return the fields of a draft model as JSON types. Raises ``ConfigError`` (a property cannot be sent)."""
+    """Return the fields of a draft model as JSON types.
+
+    Raises:
+        ConfigError: a property cannot be sent.
+    """
     if draft is None:
         return None
     properties = plain_properties(draft.properties)

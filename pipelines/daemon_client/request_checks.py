@@ -36,7 +36,8 @@ _WHOLE = {
 def check_fields(request: EngineRequest, num_adapters: int) -> None:
     """Check the bounds of a request to a model with ``num_adapters`` adapters that can be chosen; its types are known.
 
-    Raises ``ConfigError`` (a field is out of its bounds).
+    Raises:
+        ConfigError: a field is out of its bounds.
     """
     for name, (option, least, most) in _WHOLE.items():
         value = getattr(request, name)
@@ -68,7 +69,8 @@ def check_fields(request: EngineRequest, num_adapters: int) -> None:
 def check_scales(scales: Sequence[float], num_adapters: int) -> None:
     """Check the factors of the adapters of a request or a snapshot.
 
-    Raises ``ConfigError`` (they are not as many as the model has adapters, or one is not a finite number).
+    Raises:
+        ConfigError: they are not as many as the model has adapters, or one is not a finite number.
     """
     if scales and len(scales) != num_adapters:
         raise ConfigError(f"the factors of {len(scales)} adapters: the model was loaded with {num_adapters}")
@@ -130,7 +132,11 @@ def _check_rules(request: EngineRequest) -> None:
 
 
 def _check_sequences(name: str, rows: Sequence[tuple[Any, ...]]) -> None:
-    """Check rows of token ids, or of a token id and a number. Raises ``ConfigError`` (one is neither, or there are too many)."""
+    """Check rows of token ids, or of a token id and a number.
+
+    Raises:
+        ConfigError: one is neither, or there are too many.
+    """
     if sum(map(len, rows)) > MAX_SEQUENCE_TOKENS:
         raise ConfigError(f"{_OPTIONS[name]} has more than {MAX_SEQUENCE_TOKENS} tokens")
     for row in rows:

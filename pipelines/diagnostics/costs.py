@@ -54,7 +54,10 @@ def compare_costs(engine: Engine, on_progress: Callable[[int, int], None] = lamb
     """Time calls of every size of prompts and decode steps of an idle engine, and compare them with its costs.
 
     Prompts are timed without a past and over the second KV length, and follow a call of another size, like the chunks of real
-    prompts. The inputs are stale, and nothing of the calls is kept. Raises ``ClosedError`` if the engine was closed.
+    prompts. The inputs are stale, and nothing of the calls is kept.
+
+    Raises:
+        ClosedError: the engine was closed.
     """
     variants = engine.run_between_steps(lambda: _compared(engine.runner.index.variants))
     found: list[CostComparison] = []

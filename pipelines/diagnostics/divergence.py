@@ -92,8 +92,10 @@ def measure_divergence(
     """Yield the divergence of every setting of this processor, those that the calibration chose among them, and of the original.
 
     The original with the plugin's defaults stores keys and values in 8 bits, as GenAI does. ``on_progress``: (settings measured,
-    all settings). ``text`` is divided into passages of ``PASSAGE_LEN`` tokens; without it, the original writes texts. Raises
-    ``ConfigError`` (the device is not a CPU; the text is shorter than a passage; and what ``prepare`` raises).
+    all settings). ``text`` is divided into passages of ``PASSAGE_LEN`` tokens; without it, the original writes texts.
+
+    Raises:
+        ConfigError: the device is not a CPU; the text is shorter than a passage; and what ``prepare`` raises.
     """
     if kind(device) != "CPU":
         raise ConfigError(f"device {device!r}: divergence is measured on the CPU only, use --device CPU")
@@ -189,8 +191,11 @@ def _log_softmax(logits: Logits) -> NDArray[np.float64]:
 def passages(models_path: Path, text: str) -> list[list[int]]:
     """Divide the beginning of a text into at most ``MOST_PASSAGES`` passages of ``PASSAGE_LEN`` tokens.
 
-    Each begins with the tokens that the tokenizer adds at the front, as every text that the model has seen. Raises
-    ``ConfigError`` (the text is too short) and ``ModelError`` (the tokenizer cannot be read).
+    Each begins with the tokens that the tokenizer adds at the front, as every text that the model has seen.
+
+    Raises:
+        ConfigError: the text is too short.
+        ModelError: the tokenizer cannot be read.
     """
     try:
         tokenizer = genai.Tokenizer(str(models_path))

@@ -180,7 +180,8 @@ class EncoderDiagnosis(Diagnosis[EncoderKind]):
 def read_choices(properties: Mapping[str, Any]) -> EncoderChoices:
     """Return what a user chose for an encoder, of properties and the options in ``OWN``.
 
-    Raises ``ConfigError`` (``max_length`` or ``normalize`` has an impossible value).
+    Raises:
+        ConfigError: ``max_length`` or ``normalize`` has an impossible value.
     """
     own = {name.lower(): value for name, value in properties.items() if name.lower() in OWN}
     length = own.get("max_length")

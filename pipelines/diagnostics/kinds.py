@@ -39,7 +39,8 @@ def diagnosis_of(kind_name: str) -> AnyDiagnosis:
 def known_kind(directory: Path, weights: str | None = None) -> str | None:
     """Return the name of the kind of the model in a checked directory; None if it is none of ``KINDS``.
 
-    Raises ``ModelError`` (a file of the model is damaged).
+    Raises:
+        ModelError: a file of the model is damaged.
     """
     model = read_model(get_core(), directory, weights)
     return next((name for name, known in KINDS.items() if known.program_class.fits(model, directory)), None)
@@ -54,9 +55,12 @@ def job_in(
 ) -> LoadJob[Any]:
     """Return the job for the model in a directory, whatever kind it is.
 
-    ``properties``: those of a pipeline for this kind. ``check`` raises a ``DeviceError`` for a device that cannot be used. Raises
-    ``ModelError`` (a file of the model is missing or damaged), ``DeviceError`` (``check`` refuses the device) and ``ConfigError``
-    (a property is unknown, or its value is impossible for this model).
+    ``properties``: those of a pipeline for this kind. ``check`` raises a ``DeviceError`` for a device that cannot be used.
+
+    Raises:
+        ModelError: a file of the model is missing or damaged.
+        DeviceError: ``check`` refuses the device.
+        ConfigError: a property is unknown, or its value is impossible for this model.
     """
     weights = properties.get("WEIGHTS_PATH")
     directory = check_model_dir(models_path, False, weights)
@@ -94,7 +98,8 @@ def verdicts_of(jobs: Jobs, modes: Sequence[ProgramMode]) -> Iterator[Verdict]:
 def verify_set(job: LoadJob[Any], folder: Path) -> Manifest:
     """Compare the set that a job has written with the original on the CPU in f32, and write the result into its manifest.
 
-    Raises ``BlobError`` (the set cannot be loaded).
+    Raises:
+        BlobError: the set cannot be loaded.
     """
     stored = replace(job, config=replace(job.config, blob_path=str(folder), cache_dir=None))
     found = diagnosis_of(job.kind.name).agreement(stored)

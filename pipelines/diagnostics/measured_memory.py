@@ -43,8 +43,10 @@ NUM_NEW, SHORT_PROMPT = 16, 16
 def measure_memory(directory: Path, device: str, config: StaticLLMConfig) -> MeasuredMemory:
     """Load a model in a process of its own, run its longest prompt and some decode steps, and divide its private memory.
 
-    A script that calls this needs the guard ``if __name__ == "__main__"``, as any that uses ``multiprocessing``. Raises
-    ``StaticLLMError`` (loading or running failed; the message is that of the process).
+    A script that calls this needs the guard ``if __name__ == "__main__"``, as any that uses ``multiprocessing``.
+
+    Raises:
+        StaticLLMError: loading or running failed; the message is that of the process.
     """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)

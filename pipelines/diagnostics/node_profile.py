@@ -52,8 +52,10 @@ def profile_calls(
 ) -> Iterator[CallProfile]:
     """Compile a model with counters and yield the profile of each call, on random tokens and KV slots.
 
-    Each of ``calls`` chooses a variant among those of the pipeline. ``on_progress``: (calls profiled, all calls). Raises
-    ``ConfigError`` (the device has no counters; and what ``prepare`` raises).
+    Each of ``calls`` chooses a variant among those of the pipeline. ``on_progress``: (calls profiled, all calls).
+
+    Raises:
+        ConfigError: the device has no counters; and what ``prepare`` raises.
     """
     plan = counting(prepare(check_model_dir(models_path, False), device, config))
     variants = tuple(dict.fromkeys(choose(plan.variants) for choose in calls))
@@ -67,7 +69,11 @@ def profile_calls(
 
 
 def counting(plan: DecoderPlan) -> DecoderPlan:
-    """Return a plan whose programs count; none runs in blocks. Raises ``ConfigError`` (the device has no counters)."""
+    """Return a plan whose programs count; none runs in blocks.
+
+    Raises:
+        ConfigError: the device has no counters.
+    """
     device = plan.options.device
     if PERF_COUNT not in supported_properties(get_core(), device):
         raise ConfigError(f"device {device!r} has no property {PERF_COUNT}: profile a device that counts, such as CPU")

@@ -34,7 +34,8 @@ def check_new_folder(folder: Path) -> Path:
 def write_traces(parts: Iterable[CompiledForNPU], folder: Path) -> tuple[Path, ...]:
     """Write the traces of parts to a new folder, all or none, and return the files, in the order of the parts.
 
-    Raises ``ConfigError`` (the folder exists, or cannot be written).
+    Raises:
+        ConfigError: the folder exists, or cannot be written.
     """
     names = list[str]()
     try:

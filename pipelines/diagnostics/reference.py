@@ -54,7 +54,8 @@ class StatefulReference:
     The logits after a token are those of one call over the text up to it: the text runs again where its length exceeds one of
     ``rope_limits``, after which the model has other RoPE factors.
 
-    Raises ``ModelError`` (the directory has no causal language model, or the CPU cannot compile it).
+    Raises:
+        ModelError: the directory has no causal language model, or the CPU cannot compile it.
     """
 
     def __init__(
@@ -144,7 +145,11 @@ class EncoderReference:
             _expose_hidden_states(self._model)
 
     def __call__(self, text: TokenizedText) -> Vectors:
-        """Return the vector or the scores of one text, ``[width]``. Raises ``ModelError`` (the CPU cannot run the original)."""
+        """Return the vector or the scores of one text, ``[width]``.
+
+        Raises:
+            ModelError: the CPU cannot run the original.
+        """
         ids = text.ids[None]
         feeds = {
             INPUT_IDS: ids,

@@ -101,7 +101,11 @@ def try_speech(directory: Path, device: str, on_progress: OnProgress) -> Trial:
 
 
 class _Original:
-    """The exported encoder and decoder, on the CPU in f32. Raises ``ModelError`` (the CPU cannot compile them)."""
+    """The exported encoder and decoder, on the CPU in f32.
+
+    Raises:
+        ModelError: the CPU cannot compile them.
+    """
 
     def __init__(self, files: SpeechFiles) -> None:
         try:

@@ -50,7 +50,8 @@ from .time_parts import (
 class StaticCalls:
     """A pipeline of ours whose time is divided. It first rests until its costs are measured; then it measures no more.
 
-    Raises ``ConfigError`` (the device has no counters; and what ``prepare`` raises).
+    Raises:
+        ConfigError: the device has no counters; and what ``prepare`` raises.
     """
 
     name = "staticllm"

@@ -22,7 +22,8 @@ ORIGINAL = "tokenizer.json"
 def tokenizer_verdicts(directory: Path) -> Iterator[Verdict]:
     """Yield the verdict on some hundred texts; none without an original, or what reads it.
 
-    Raises ``ModelError`` (the tokenizer cannot be read).
+    Raises:
+        ModelError: the tokenizer cannot be read.
     """
     files = (directory / name for name in (ORIGINAL, *TOKENIZER_XML))
     if not all(path.is_file() for path in files):

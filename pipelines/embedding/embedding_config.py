@@ -45,7 +45,11 @@ class EmbeddingConfig:
     padding_side: str | None = None
 
     def validate(self) -> None:
-        """Check the values. Raises ``ConfigError`` (a value is impossible)."""
+        """Check the values.
+
+        Raises:
+            ConfigError: a value is impossible.
+        """
         for name in ("max_length", "batch_size"):
             value = getattr(self, name)
             if value is not None and not is_whole(value, 1):
@@ -77,7 +81,11 @@ class RerankConfig:
     padding_side: str | None = None
 
     def validate(self) -> None:
-        """Check the values. Raises ``ConfigError`` (a value is impossible)."""
+        """Check the values.
+
+        Raises:
+            ConfigError: a value is impossible.
+        """
         if not is_whole(self.top_n, 1):
             raise ConfigError(f"top_n={shown(self.top_n)}: must be a whole number from 1")
         if self.max_length is not None and not is_whole(self.max_length, 1):
@@ -108,7 +116,8 @@ AnyConfig = TypeVar("AnyConfig", EmbeddingConfig, RerankConfig)
 def resolved_config(kind: type[AnyConfig], given: object, properties: dict[str, object]) -> AnyConfig:
     """Return the config with the keywords among ``properties`` in it, which are removed from these.
 
-    Raises ``ConfigError`` (a value is impossible).
+    Raises:
+        ConfigError: a value is impossible.
     """
     names = [item.name for item in fields(kind)]
     own = {name: properties.pop(name) for name in names if name in properties}

@@ -171,8 +171,10 @@ class EmbeddingRequest:
     def collect(self, on_progress: Callable[[int, int], None] | None = None) -> Vectors:
         """Return the vectors when all are there. After an exception the request goes on.
 
-        ``on_progress`` gets the number of texts that are done, and of all texts, on this thread. Raises ``StaticLLMError`` (a
-        text failed, the deadline passed, or this is the thread of a device, which would wait for itself).
+        ``on_progress`` gets the number of texts that are done, and of all texts, on this thread.
+
+        Raises:
+            StaticLLMError: a text failed, the deadline passed, or this is the thread of a device, which would wait for itself.
         """
         num_told = 0
         check_may_wait()

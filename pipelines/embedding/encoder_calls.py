@@ -72,8 +72,9 @@ def _inputs(shape: EncoderShape, buffers: EncoderBuffers) -> dict[str, NDArray[A
 def check_ports(shape: EncoderShape, compiled: Mapping[EncoderVariant, AnyProgram]) -> None:
     """Check the sizes of imported programs, before any memory is allocated for them.
 
-    Raises ``ValueError`` (a program cannot run its variant, or no variant holds the longest text) and ``KeyError`` (a program has
-    a port that an encoder does not have).
+    Raises:
+        ValueError: a program cannot run its variant, or no variant holds the longest text.
+        KeyError: a program has a port that an encoder does not have.
     """
     if shape.longest > max(variant.past + variant.rows for variant in compiled):
         raise ValueError(f"no program holds texts of {shape.longest} tokens")

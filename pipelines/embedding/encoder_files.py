@@ -77,7 +77,8 @@ class EncoderFiles:
 def read_encoder_files(directory: Path) -> EncoderFiles:
     """Read ``modules.json`` and the folders that it names, the longest text, and the prompts.
 
-    Raises ``ModelError`` (a file is damaged, or a module computes something that encoder programs do not have).
+    Raises:
+        ModelError: a file is damaged, or a module computes something that encoder programs do not have.
     """
     modules = read_json(directory / "modules.json", list) or _default_modules(directory)
     pooling: Pooling | None = None
@@ -120,7 +121,8 @@ def read_encoder_files(directory: Path) -> EncoderFiles:
 def _check_order(directory: Path, kinds: list[str]) -> None:
     """Check that a transformer, a pooling, Dense modules and a normalisation come in this order, as programs compute them.
 
-    Raises ``ModelError`` (they do not).
+    Raises:
+        ModelError: they do not.
     """
     if kinds != sorted(kinds, key=ORDER.index) or kinds.count("Pooling") > 1:
         raise ModelError(
@@ -131,7 +133,8 @@ def _check_order(directory: Path, kinds: list[str]) -> None:
 def _sentence_config(directory: Path) -> tuple[int | None, bool]:
     """Return the longest text in tokens, None if it is not given, and whether texts are made lower case.
 
-    Raises ``ModelError`` (a value is impossible).
+    Raises:
+        ModelError: a value is impossible.
     """
     name = next((name for name in SENTENCE_CONFIGS if os.path.lexists(directory / name)), SENTENCE_CONFIGS[0])
     found = read_json(directory / name, dict)
@@ -153,7 +156,11 @@ def _tokenizer_length(directory: Path) -> int | None:
 
 
 def _score_tokens(path: Path) -> tuple[int, int]:
-    """Return the tokens for a bad and for a good text. Raises ``ModelError`` (one is missing, or there are other scores)."""
+    """Return the tokens for a bad and for a good text.
+
+    Raises:
+        ModelError: one is missing, or there are other scores.
+    """
     found = read_json(path, dict)
     tokens = found.get("false_token_id"), found.get("true_token_id")
     if not all(is_whole(token, 0) for token in tokens):
@@ -169,7 +176,8 @@ def _score_tokens(path: Path) -> tuple[int, int]:
 def _folder(directory: Path, path: str) -> Path:
     """Return the folder of a module.
 
-    Raises ``ModelError`` (it is outside the model directory, or no folder can have this path).
+    Raises:
+        ModelError: it is outside the model directory, or no folder can have this path.
     """
     try:
         found = (directory / path).resolve()
@@ -210,7 +218,8 @@ def _pooling(path: Path) -> Pooling:
 def _prompts(directory: Path) -> tuple[dict[str, str], str]:
     """Return the prompts by name, and the one that goes before texts of which nothing is said.
 
-    Raises ``ModelError`` (they are no texts, or the default is not among them).
+    Raises:
+        ModelError: they are no texts, or the default is not among them.
     """
     found = read_json(directory / "config_sentence_transformers.json", dict)
     prompts = found.get("prompts") or {}
@@ -230,7 +239,8 @@ def _prompts(directory: Path) -> tuple[dict[str, str], str]:
 def _dense(folder: Path) -> Dense:
     """Read a Dense module as sentence-transformers does, which uses Tanh unless a function of PyTorch is named.
 
-    Raises ``ModelError`` (a file is damaged, or the module computes something else).
+    Raises:
+        ModelError: a file is damaged, or the module computes something else.
     """
     config = read_json(folder / "config.json", dict)
     named = str(config.get("activation_function", ""))
@@ -284,7 +294,8 @@ def _field(module: Any, name: str) -> Any:
 def read_json(path: Path, kind: type, most_bytes: int = MAX_JSON) -> Any:
     """Return the content of a file, or an empty ``kind`` if there is none.
 
-    Raises ``ModelError`` (it cannot be read, is not JSON, or of another kind).
+    Raises:
+        ModelError: it cannot be read, is not JSON, or of another kind.
     """
     if not os.path.lexists(path):
         return kind()

@@ -51,9 +51,12 @@ def encoder_job(
 ) -> EncoderJob:
     """Check directory, device and properties, and read what the model's files say.
 
-    ``check`` raises a ``DeviceError`` for a device that cannot be used. Raises ``ModelError`` (a file of the model is missing or
-    damaged), ``DeviceError`` (``check`` refuses the device) and ``ConfigError`` (a property is unknown, or is no option of an
-    encoder).
+    ``check`` raises a ``DeviceError`` for a device that cannot be used.
+
+    Raises:
+        ModelError: a file of the model is missing or damaged.
+        DeviceError: ``check`` refuses the device.
+        ConfigError: a property is unknown, or is no option of an encoder.
     """
     if is_ours(path_of(models_path)):
         raise ConfigError(
@@ -76,7 +79,8 @@ def encoder_job(
 def encoder_config(device: str, properties: Mapping[str, object], names: Sequence[str] = ()) -> StaticLLMConfig:
     """Return the config of an encoder. ``names``: other options, for which a misspelled property may stand.
 
-    Raises ``ConfigError`` (a property is unknown, is no option of an encoder, or its value is impossible).
+    Raises:
+        ConfigError: a property is unknown, is no option of an encoder, or its value is impossible.
     """
     ours = from_genai(properties)
     for name in ours:
@@ -111,10 +115,12 @@ def load_encoder(
 ) -> LoadedEncoder:
     """Load an encoder and run each of its programs once.
 
-    Raises ``ModelError`` (a file of the model is missing or damaged, or the model is no encoder), ``UnsupportedModelError`` (a
-    pass cannot lower the model), ``ConfigError`` (an option is unknown, or impossible for this model), ``DeviceError`` (the
-    device is missing, or cannot compile or run the model) and ``BlobError`` (the set at ``BLOB_PATH`` is damaged or was made for
-    something else, or exported blobs failed verification).
+    Raises:
+        ModelError: a file of the model is missing or damaged, or the model is no encoder.
+        UnsupportedModelError: a pass cannot lower the model.
+        ConfigError: an option is unknown, or impossible for this model.
+        DeviceError: the device is missing, or cannot compile or run the model.
+        BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else, or exported blobs failed verification.
     """
     with enough_memory(DeviceError, f"the encoder on {device}"):
         begin = time.perf_counter()

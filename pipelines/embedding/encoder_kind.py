@@ -222,8 +222,9 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
     ) -> EncoderRunner:
         """Bind the programs, and run each of them once.
 
-        Raises ``ModelError`` and ``ConfigError`` (the model computes, or pools, something else than the caller wants) and
-        ``DeviceError`` (the device cannot run a program).
+        Raises:
+            ModelError, ConfigError: the model computes, or pools, something else than the caller wants.
+            DeviceError: the device cannot run a program.
         """
         del memory, planned
         self._check_output(job, programs.shape)
@@ -289,7 +290,8 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
     def _check_output(self, job: AnyJob, shape: EncoderShape) -> None:
         """Check that the model computes what the caller can use.
 
-        Raises ``ModelError`` (it computes scores instead of embeddings, or the reverse).
+        Raises:
+            ModelError: it computes scores instead of embeddings, or the reverse.
         """
         output = shape.output
         wanted = self.chosen.output
@@ -300,8 +302,9 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
     def _check_pooling(self, job: AnyJob, shape: EncoderShape) -> None:
         """Check that a model that pools by itself pools as the user and its files say.
 
-        Raises ``ConfigError`` (the user chose another pooling) and ``ModelError`` (its files name another one, and the user said
-        nothing).
+        Raises:
+            ConfigError: the user chose another pooling.
+            ModelError: its files name another one, and the user said nothing.
         """
         own = shape.pooling
         chosen = self.chosen.pooling
@@ -327,7 +330,8 @@ EncoderJob: TypeAlias = LoadJob[EncoderKind]
 def has_states(path: Path) -> bool:
     """Return whether the IR at this path reads states, as a decoder that was exported with past does.
 
-    Raises ``ModelError`` (the file cannot be read).
+    Raises:
+        ModelError: the file cannot be read.
     """
     try:
         return b'type="ReadValue"' in path.read_bytes()

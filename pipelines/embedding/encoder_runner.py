@@ -266,8 +266,10 @@ def calls_of(
 ) -> TextCalls:
     """Return calls that run all texts; those that are too long for packed calls run in chunks.
 
-    ``variants`` and ``cost``: those to choose from, and their seconds; None for the runner's. Raises
-    ``PromptError`` (no program holds a text).
+    ``variants`` and ``cost``: those to choose from, and their seconds; None for the runner's.
+
+    Raises:
+        PromptError: no program holds a text.
     """
     if len(texts) == 1 and (chunk := runner.resumed(texts[0])) is not None:
         return TextCalls([], {0: chunk})

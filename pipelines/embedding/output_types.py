@@ -25,7 +25,8 @@ ENOUGH_VECTORS = 100
 def as_vectors(given: Any) -> NDArray[Any]:
     """Return an array of numbers: what is given, if it is one, else what numpy makes of it.
 
-    Raises ``ConfigError`` (numpy makes no array of real numbers of it).
+    Raises:
+        ConfigError: numpy makes no array of real numbers of it.
     """
     try:
         found = np.asarray(given)
@@ -44,7 +45,8 @@ def as_vectors(given: Any) -> NDArray[Any]:
 def check_output_type(output_type: str, calibration: NDArray[Any] | None, width: int) -> None:
     """Check an output type and its calibration for vectors of ``width`` values, before any text is embedded.
 
-    Raises ``ConfigError`` (the type is unknown, or the calibration does not fit it).
+    Raises:
+        ConfigError: the type is unknown, or the calibration does not fit it.
     """
     one_of("output_type", output_type, OUTPUT_TYPES)
     if calibration is None:
@@ -64,7 +66,8 @@ def has_ranges(output_type: str) -> bool:
 def ranges_of(vectors: NDArray[Any]) -> Ranges:
     """Return the least and the greatest value of each dimension of ``vectors [n, width]``.
 
-    Raises ``ConfigError`` (there are fewer than 2 vectors, or values that are not finite numbers).
+    Raises:
+        ConfigError: there are fewer than 2 vectors, or values that are not finite numbers.
     """
     if len(vectors) < 2:
         raise ConfigError(f"int8 and uint8 need ranges, and {len(vectors)} vectors have none: give a calibration")
@@ -78,7 +81,8 @@ def ranges_of(vectors: NDArray[Any]) -> Ranges:
 def own_ranges(vectors: NDArray[np.float32]) -> Ranges:
     """Return the ranges of the vectors that they are to divide, and warn if these are few.
 
-    Raises ``ConfigError`` (there are fewer than 2 vectors).
+    Raises:
+        ConfigError: there are fewer than 2 vectors.
     """
     warn_about_few(len(vectors))
     return ranges_of(vectors)
@@ -99,7 +103,10 @@ def convert(vectors: NDArray[np.float32], output_type: OutputType, ranges: Range
     ``int8`` and ``uint8``: the step of 255 in which a value lies between the least and the greatest value of its dimension, from
     -128 and from 0. Values outside the range get the first or the last step. A dimension without a range has one step. ``binary``
     and ``ubinary``: ``[n, ceil(width / 8)]``, a bit for each value that is above 0, the first in the highest bit; ``binary`` is
-    128 less. Raises ``ConfigError`` (no ranges are given for int8 or uint8, and those of the vectors cannot be used).
+    128 less.
+
+    Raises:
+        ConfigError: no ranges are given for int8 or uint8, and those of the vectors cannot be used.
     """
     if output_type == "float32":
         return vectors

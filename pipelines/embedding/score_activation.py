@@ -22,8 +22,10 @@ def chosen_activation(given: Activation | None, directory: Path, num_labels: int
     """Return the activation that the user gave, else that of the model's files, else sigmoid, or softmax of several labels.
 
     ``Identity`` of several labels in the files is what sentence-transformers writes for every such model, so that it stands for
-    no choice: the logit of one label alone says nothing. Raises ``ModelError`` (the files name an activation that is not
-    supported).
+    no choice: the logit of one label alone says nothing.
+
+    Raises:
+        ModelError: the files name an activation that is not supported.
     """
     if given is not None:
         return given

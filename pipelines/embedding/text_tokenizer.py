@@ -41,7 +41,8 @@ class TextTokenizer:
     def count_prompt(self, prompt: str) -> int:
         """Return the tokens of a prompt before a text, with the special ones before it, as sentence-transformers counts them.
 
-        Raises ``PromptError`` and ``ModelError`` (as for ``encode``).
+        Raises:
+            PromptError, ModelError: as for ``encode``.
         """
         check_text(prompt, "the prompt")
         return len(next(self._encoded([prompt]))) - self._num_last if prompt else 0
@@ -49,7 +50,8 @@ class TextTokenizer:
     def count(self, texts: Sequence[str]) -> list[int]:
         """Return the tokens of each text with its special ones, before it is truncated.
 
-        Raises ``PromptError`` and ``ModelError`` (as for ``encode``).
+        Raises:
+            PromptError, ModelError: as for ``encode``.
         """
         for index, text in enumerate(texts):
             check_text(text, f"text {index}")
@@ -58,8 +60,9 @@ class TextTokenizer:
     def encode(self, texts: Sequence[str], num_prompt: int = 0) -> list[TokenizedText]:
         """Return the ids of each text, of which the first ``num_prompt`` do not count in its vector.
 
-        Raises ``PromptError`` (a text is not a str, not valid text, or has more than ``max_length`` tokens and those are refused)
-        and ``ModelError`` (the tokenizer cannot encode a text).
+        Raises:
+            PromptError: a text is not a str, not valid text, or has more than ``max_length`` tokens and those are refused.
+            ModelError: the tokenizer cannot encode a text.
         """
         for index, text in enumerate(texts):
             check_text(text, f"text {index}")
@@ -71,8 +74,10 @@ class TextTokenizer:
     def encode_pairs(self, query: str, texts: Sequence[str]) -> list[TokenizedText]:
         """Return the ids of the query with each text, and their types: 0 for the query, 1 for the text.
 
-        Of a pair that is too long, the longer of the two loses tokens first, as in GenAI. Raises ``PromptError`` and
-        ``ModelError`` (as for ``encode``, or ``max_length`` leaves no token beside the special ones).
+        Of a pair that is too long, the longer of the two loses tokens first, as in GenAI.
+
+        Raises:
+            PromptError, ModelError: as for ``encode``, or ``max_length`` leaves no token beside the special ones.
         """
         check_text(query, "the query")
         for index, text in enumerate(texts):
@@ -98,8 +103,10 @@ class TextTokenizer:
     def _pair_template(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the special tokens before, between and after the texts of a pair.
 
-        Only two letters are encoded as a pair: openvino-tokenizers 2026.4 overwrites memory when it truncates long pairs. Raises
-        ``ModelError`` (the tokenizer changes the texts of a pair).
+        Only two letters are encoded as a pair: openvino-tokenizers 2026.4 overwrites memory when it truncates long pairs.
+
+        Raises:
+            ModelError: the tokenizer changes the texts of a pair.
         """
         (plain,) = self._call_without_special("a")
         (pair,) = self._call(["a"], "a")
@@ -179,7 +186,11 @@ def longest_first(
 
 
 def check_text(text: object, name: str) -> None:
-    """Check what a user gave as ``name``. Raises ``PromptError`` (it is not a str, or not valid text)."""
+    """Check what a user gave as ``name``.
+
+    Raises:
+        PromptError: it is not a str, or not valid text.
+    """
     if not isinstance(text, str):
         raise PromptError(f"{name} is a {type(text).__name__}: must be a str")
     try:

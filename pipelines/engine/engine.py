@@ -248,7 +248,11 @@ class Engine:
         self.call_soon(claim)
 
     def drop_claims(self, owner: str) -> None:
-        """Drop what the sessions of an owner have claimed, soon. Raises ``ClosedError`` (the engine was closed)."""
+        """Drop what the sessions of an owner have claimed, soon.
+
+        Raises:
+            ClosedError: the engine was closed.
+        """
         self.call_soon(lambda: self.kv_manager.host_pool.drop_claims(owner))
 
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:

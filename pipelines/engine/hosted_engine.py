@@ -45,7 +45,11 @@ class HostedEngine(Engine):
         self._last_end = float("-inf")  # of a step
 
     def add_jobs(self, source: JobSource) -> None:
-        """Run the jobs of a source beside the requests of the host. Raises ``ClosedError`` (the host was closed)."""
+        """Run the jobs of a source beside the requests of the host.
+
+        Raises:
+            ClosedError: the host was closed.
+        """
         self.check_process()
         self.host.add_jobs(source)
         self._sources.append(source)

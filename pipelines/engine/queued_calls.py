@@ -74,7 +74,10 @@ class QueuedCalls:
         """Return the future result of a call. It gets the blocks to run, and a function to call while the device runs.
 
         ``owner``: the client of the daemon that pays for it; 0 without one. Cancelling gives the call up, until its last block
-        begins. The future raises what the call raises, and ``ClosedError``. Raises ``ClosedError`` (the engine was closed).
+        begins. The future raises what the call raises, and ``ClosedError``.
+
+        Raises:
+            ClosedError: the engine was closed.
         """
         waiting = _Waiting(call, priority, deadline, self._clock(), owner)
         with self._lock:

@@ -37,7 +37,10 @@ class SourceJobs(QueuedCalls):
 
         ``features [bands, columns]``; ``priority`` and ``owner`` are those of its requests. Cancelling the future gives the
         source up. It raises ``NumericalError`` (keys or values are not finite), ``DeviceError`` (the device failed) and
-        ``ClosedError``. Raises ``ClosedError`` (the engine was closed).
+        ``ClosedError``.
+
+        Raises:
+            ClosedError: the engine was closed.
         """
         return self.submit(partial(self._hear, features), job_priority(priority), deadline, owner)
 

@@ -128,7 +128,11 @@ def _members(config: genai.AdapterConfig) -> list[tuple[KnownAdapter, float]]:
 
 
 def _known(adapter: genai.Adapter) -> KnownAdapter:
-    """Return what is known about an adapter. Raises ``AdapterError`` if nothing."""
+    """Return what is known about an adapter.
+
+    Raises:
+        AdapterError: nothing.
+    """
     if not adapter:
         raise AdapterError("an Adapter() without a file: give the path of a safetensors file")
     with _LOCK:

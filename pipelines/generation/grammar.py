@@ -42,7 +42,11 @@ class Grammar:
         return replace(self, opening="", reasoning_end="")
 
     def check(self) -> None:
-        """Check the types and the length, for a grammar from another process. Raises GenerationConfigError: one is wrong."""
+        """Check the types and the length, for a grammar from another process.
+
+        Raises:
+            GenerationConfigError: one is wrong.
+        """
         if self.kind not in KINDS:
             raise GenerationConfigError(f"a grammar of the kind {self.kind!r}: must be one of {', '.join(KINDS)}")
         if not isinstance(self.text, str) or not self.text:

@@ -186,7 +186,11 @@ class GrammarCompiler:
     def _check_room(
         self, grammar: Grammar, max_new_tokens: int | None, endings: GrammarEndings | None, num_before: int = 0
     ) -> int | None:
-        """Return how many tokens the shortest answer leaves after ``num_before`` others. Raises GenerationConfigError: none."""
+        """Return how many tokens the shortest answer leaves after ``num_before`` others.
+
+        Raises:
+            GenerationConfigError: none.
+        """
         if max_new_tokens is None:
             return None
         if grammar not in self._fewest:
@@ -208,7 +212,11 @@ class GrammarCompiler:
 
 
 def _checked_fewest(grammar: Grammar, endings: GrammarEndings, max_new_tokens: int, num_before: int) -> int:
-    """Return the tokens of the shortest known answer and ``num_before`` others. Raises GenerationConfigError: too many."""
+    """Return the tokens of the shortest known answer and ``num_before`` others.
+
+    Raises:
+        GenerationConfigError: too many.
+    """
     assert endings.first is not None, "no answer is known"
     fewest = num_before + int(endings.first.num_tokens) + endings.needs_end(endings.matcher, endings.first.text)
     if fewest > max_new_tokens:

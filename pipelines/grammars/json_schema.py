@@ -58,7 +58,11 @@ def json_value(text: str, what: str) -> Any:
 
 
 def read_schema(text: str) -> Any:
-    """Return the JSON value of a schema's text. Raises GenerationConfigError: it is no JSON, or no object and no boolean."""
+    """Return the JSON value of a schema's text.
+
+    Raises:
+        GenerationConfigError: it is no JSON, or no object and no boolean.
+    """
     schema = json_value(text, "the JSON schema")
     if not isinstance(schema, (dict, bool)):
         raise GenerationConfigError(f"the JSON schema is a {type(schema).__name__}: must be an object")
@@ -407,7 +411,11 @@ def _discriminate(facts: SchemaFacts, options: Sequence[_Option]) -> bool:
 
 
 def _tell_apart(facts: SchemaFacts, one: _Option, other: _Option) -> None:
-    """Let two options forbid what the other one requires, unless they differ. Raises InexpressibleError: that is not enough."""
+    """Let two options forbid what the other one requires, unless they differ.
+
+    Raises:
+        InexpressibleError: that is not enough.
+    """
     shared = one.atoms & other.atoms
     if not shared or _are_disjoint([one.values, other.values]):
         return

@@ -137,7 +137,11 @@ _SAYS_NOTHING: dict[str, Callable[[Any], bool]] = {
 
 
 def _check_keywords(parts: list[Object], num_required: int, num_names: int, owner: Owner) -> None:
-    """Check that the parts say nothing but ``properties`` and ``required``. Raises GenerationConfigError: one does."""
+    """Check that the parts say nothing but ``properties`` and ``required``.
+
+    Raises:
+        GenerationConfigError: one does.
+    """
     for part in parts:
         for name, value in part.items():
             if name in _SAYS_NOTHING and not _SAYS_NOTHING[name](value):

@@ -77,7 +77,11 @@ def lark_of(grammar: Grammar, special: Mapping[str, int] | None = None) -> str:
 
 
 def choices_of(grammar: Grammar) -> list[str]:
-    """Return the strings of a grammar of the kind ``choice``. Raises GenerationConfigError: they are not a list of strings."""
+    """Return the strings of a grammar of the kind ``choice``.
+
+    Raises:
+        GenerationConfigError: they are not a list of strings.
+    """
     try:
         choices = json.loads(grammar.text)
     except ValueError:

@@ -65,7 +65,8 @@ def positional(args: tuple[Any, ...], device: Any, config: Any, tokenizer: Any) 
     """Read the arguments after the path or the model, by name or by position, in GenAI's orders: ``device, config``,
     ``tokenizer, device, config`` and ``weights, tokenizer, device, generation_config``.
 
-    Raises ``ConfigError`` (there are too many arguments, one is given twice, or the tokenizer has another type).
+    Raises:
+        ConfigError: there are too many arguments, one is given twice, or the tokenizer has another type.
     """
     rest = list(args)
     weights = rest.pop(0) if rest and isinstance(rest[0], ov.Tensor) else None
@@ -107,8 +108,9 @@ def source_of(
 ) -> tuple[Path, list[Candidate]]:
     """Return the checked model directory, or a name that stands for the model in memory, and the candidates for it.
 
-    Raises ``ModelError`` (the directory is missing or incomplete, or the model in memory is) and ``ConfigError`` (blobs of a
-    model in memory are exported without ``BLOB_PATH``).
+    Raises:
+        ModelError: the directory is missing or incomplete, or the model in memory is.
+        ConfigError: blobs of a model in memory are exported without ``BLOB_PATH``.
     """
     asked = candidates[0].config
     if given.weights is None:
@@ -127,8 +129,9 @@ def source_of(
 def resolve_candidates(devices: str, config: Config, properties: dict[str, Any]) -> list[Candidate]:
     """Return one candidate per device of ``"NPU,GPU,CPU"``. A device gets only the properties that it knows, and its own.
 
-    Raises ``ConfigError`` (none of the devices knows a property, or a value is impossible) and ``DeviceError`` (the only device
-    is not on this machine).
+    Raises:
+        ConfigError: none of the devices knows a property, or a value is impossible.
+        DeviceError: the only device is not on this machine.
     """
     found = _candidates(devices, config, properties)
     for candidate in found:
@@ -187,7 +190,11 @@ def _only(properties: Mapping[str, Any], supported: frozenset[str]) -> dict[str,
 
 
 def read_tokenizer(directory: os.PathLike[str]) -> genai.Tokenizer:
-    """Read the tokenizer in a model directory. Raises ``ModelError`` (the tokenizer cannot be read)."""
+    """Read the tokenizer in a model directory.
+
+    Raises:
+        ModelError: the tokenizer cannot be read.
+    """
     try:
         with enough_memory(ModelError, f"the tokenizer in {shown(str(directory))}"), kept_signal_stack():
             return genai.Tokenizer(directory)
@@ -229,8 +236,9 @@ class ReadConfig:
 def read_generation_config(directory: Path, tokenizer: genai.Tokenizer) -> ReadConfig:
     """Read the model's own generation options; the tokenizer's end of sequence is added if they have none.
 
-    Raises ``ModelError`` (``generation_config.json`` cannot be read) and ``GenerationConfigError`` (a field of it has a wrong
-    type; the message names it).
+    Raises:
+        ModelError: ``generation_config.json`` cannot be read.
+        GenerationConfigError: a field of it has a wrong type; the message names it.
     """
     path = directory / "generation_config.json"
     is_there = path.is_file()

@@ -54,7 +54,10 @@ def draft_model(models_path: str | os.PathLike[str], device: str = "", **propert
 def take_draft_source(given: Given, properties: dict[str, Any]) -> tuple[Given, DraftSource | None]:
     """Remove ``draft_model`` from the arguments and properties of a constructor.
 
-    Return the other arguments, and the draft model; None without one. Raises ``ConfigError`` (it is an object of another type).
+    Return the other arguments, and the draft model; None without one.
+
+    Raises:
+        ConfigError: it is an object of another type.
     """
     source = properties.pop(NAME, None)
     if isinstance(given.config, Mapping) and NAME in given.config:
@@ -91,8 +94,9 @@ def load_draft(
 ) -> DraftModel:
     """Load a draft model for a model that was launched.
 
-    Raises ``ConfigError`` (one of the two models has recurrent states, or their tokenizers differ) and ``ModelError``,
-    ``UnsupportedModelError``, ``DeviceError``, ``BlobError`` (as for ``launch``).
+    Raises:
+        ConfigError: one of the two models has recurrent states, or their tokenizers differ.
+        ModelError, UnsupportedModelError, DeviceError, BlobError: as for ``launch``.
     """
     main = launched.config
     name = str(source.models_path)
@@ -149,7 +153,8 @@ def use_draft(
 ) -> None:
     """Load a draft model, if there is one, and let the engine of a launched model use it. If that fails, the engine is closed.
 
-    Raises ``ConfigError``, ``ModelError``, ``UnsupportedModelError``, ``DeviceError``, ``BlobError`` (as for ``load_draft``).
+    Raises:
+        ConfigError, ModelError, UnsupportedModelError, DeviceError, BlobError: as for ``load_draft``.
     """
     if source is None:
         return

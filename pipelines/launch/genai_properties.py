@@ -39,8 +39,9 @@ def plain_properties(properties: Mapping[Any, Any]) -> dict[Any, Any]:
 def from_genai(properties: Mapping[Any, Any]) -> dict[Any, Any]:
     """Translate properties that only GenAI has to ours, or check that they are switched off.
 
-    Raises ``ConfigError`` (a value is impossible, or would change the tokens) and ``AdapterError`` (an adapter is unknown, or its
-    file is missing, damaged or impossible).
+    Raises:
+        ConfigError: a value is impossible, or would change the tokens.
+        AdapterError: an adapter is unknown, or its file is missing, damaged or impossible.
     """
     ours = plain_properties(properties)
     for name, take in _TAKEN.items():

@@ -48,7 +48,11 @@ class BackgroundLoader:
         self._thread = LazyThread("staticllm-background")
 
     def start(self) -> None:
-        """Start the thread. Raises ``StaticLLMError`` (the thread cannot be started)."""
+        """Start the thread.
+
+        Raises:
+            StaticLLMError: the thread cannot be started.
+        """
         self._thread.start(self._run)
 
     @property
@@ -237,7 +241,11 @@ class DeferredImports(DeferredPrograms[V, S]):
         return nullcontext()
 
     def compile(self, variant: V) -> AnyProgram:
-        """Return the program of one of ``variants``, imported for all variants of its file. Raises ``BlobError`` (refused)."""
+        """Return the program of one of ``variants``, imported for all variants of its file.
+
+        Raises:
+            BlobError: refused.
+        """
         if variant not in self._compiled:
             file, variants = next((file, each) for file, each in self._files.items() if variant in each)
             self._compiled |= dict.fromkeys(variants, self._import_file(file))

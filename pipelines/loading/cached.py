@@ -35,14 +35,22 @@ class CacheEntry(SetPlace[V, S, R]):
 
     @classmethod
     def of(cls, job: Job[V, S, R], cache_dir: str) -> CacheEntry[V, S, R]:
-        """Return the entry of a job in the cache at ``cache_dir``. Raises ``ModelError`` (a file of the model cannot be read)."""
+        """Return the entry of a job in the cache at ``cache_dir``.
+
+        Raises:
+            ModelError: a file of the model cannot be read.
+        """
         cache = BlobCache(cache_dir, int(job.config.cache_limit_gb * GB), job.key)
         fingerprint = job.kind.fingerprint(job)
         key = key_of(fingerprint)
         return cls(job, cache.path(key), fingerprint, cache=cache, key=key)
 
     def lease(self) -> Lease:
-        """Lock the set. Raises ``CacheUnusableError`` (the folder cannot be written, or this thread holds the lock already)."""
+        """Lock the set.
+
+        Raises:
+            CacheUnusableError: the folder cannot be written, or this thread holds the lock already.
+        """
         try:
             return self.cache.lease(self.key)
         except (OSError, Timeout) as error:
@@ -50,7 +58,11 @@ class CacheEntry(SetPlace[V, S, R]):
             raise CacheUnusableError(reason) from None
 
     def read(self) -> Manifest:
-        """Return the manifest, and record that the set is used. Raises ``BlobError`` (none, or a damaged one)."""
+        """Return the manifest, and record that the set is used.
+
+        Raises:
+            BlobError: none, or a damaged one.
+        """
         manifest = read_manifest(self.folder, self.job.key)
         self.cache.touch(self.key)
         return manifest

@@ -149,7 +149,8 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
     ) -> ModelRunner:
         """Bind the programs to one KV arena, and warm them up.
 
-        Raises ``ConfigError`` (there is not enough memory for the arena or the masks).
+        Raises:
+            ConfigError: there is not enough memory for the arena or the masks.
         """
         return make_runner(programs, job.on_progress, planned, memory, job.config.adapters)
 
@@ -311,9 +312,12 @@ def job_of(
     """Check directory and device, resolve ``KV_CACHE_GB`` to a number of KV slots, and fit the host pool to ``MEMORY_LIMIT_MB``.
 
     ``explicit``: names of the config's fields that the user gave. If it is None, the fields whose values differ from their
-    defaults. ``check`` raises a ``DeviceError`` for a device that cannot be used. Raises ``ModelError`` (the directory is missing
-    or incomplete), ``DeviceError`` (``check`` refuses the device) and ``ConfigError`` (the model does not fit into
-    ``MEMORY_LIMIT_MB``).
+    defaults. ``check`` raises a ``DeviceError`` for a device that cannot be used.
+
+    Raises:
+        ModelError: the directory is missing or incomplete.
+        DeviceError: ``check`` refuses the device.
+        ConfigError: the model does not fit into ``MEMORY_LIMIT_MB``.
     """
     is_encrypted = config.weights_decryption_callback is not None
     file = config.model_file

@@ -94,7 +94,11 @@ class SetPlace(Generic[V, S, R]):
         return CostsPlace(self.folder, self.fingerprint, self.job.key)
 
     def write(self, programs: CompiledPrograms[V, S]) -> None:
-        """Export and write all programs of the model. Raises ``BlobError``, ``ConfigError`` (as ``put``)."""
+        """Export and write all programs of the model.
+
+        Raises:
+            BlobError, ConfigError: as ``put``.
+        """
         self.put(export_programs(self.job, programs, self.is_weightless), {})
 
     def put(self, exported: Exported[V, S], costs: Mapping[V, float]) -> None:
@@ -107,7 +111,11 @@ class SetPlace(Generic[V, S, R]):
         self._write(self._manifest(exported, costs), exported.blobs)
 
     def put_quarantined(self, exported: Exported[V, S]) -> None:
-        """Write a set without blobs, so that the next start does not export again. Raises ``ConfigError`` (cannot write)."""
+        """Write a set without blobs, so that the next start does not export again.
+
+        Raises:
+            ConfigError: cannot write.
+        """
         verification = {"is_ok": False, "reason": _REASON, "when": "export"}
         self._write(replace(self._manifest(exported, {}), verification=verification), {})
 
@@ -170,7 +178,11 @@ def check_writable(target: Path) -> None:
 
 
 def export_target(job: LoadJob[Any]) -> Path:
-    """Return the folder that ``EXPORT_BLOB`` writes to; its parent is created. Raises ``ConfigError`` (no set, not writable)."""
+    """Return the folder that ``EXPORT_BLOB`` writes to; its parent is created.
+
+    Raises:
+        ConfigError: no set, not writable.
+    """
     target = Path(job.config.blob_path) if job.config.blob_path else job.directory / DEFAULT_BLOB
     if _exists(target) and not is_ours(target):
         raise ConfigError(f"BLOB_PATH={str(target)!r} exists and is not a blob set: choose another path or remove it")
@@ -183,7 +195,11 @@ def export_target(job: LoadJob[Any]) -> Path:
 
 
 def _exists(path: Path) -> bool:
-    """Return whether ``path`` exists. Raises ``ConfigError`` (the path is impossible)."""
+    """Return whether ``path`` exists.
+
+    Raises:
+        ConfigError: the path is impossible.
+    """
     try:
         return path.exists()
     except (OSError, ValueError) as error:

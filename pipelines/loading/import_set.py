@@ -46,8 +46,10 @@ def import_set(
 ) -> Loaded[V, S, R]:
     """Import every program of a set and warm them up. ``fingerprint``: the job's; it is computed here if it is None.
 
-    The model's files are compared while the blobs are read; nothing is imported before both are done. Raises ``BlobError`` (the
-    set is damaged, or was made for something else).
+    The model's files are compared while the blobs are read; nothing is imported before both are done.
+
+    Raises:
+        BlobError: the set is damaged, or was made for something else.
     """
     job = replace(job, on_progress=_naming(folder, job.on_progress))
     kind = job.kind
@@ -126,7 +128,11 @@ def _naming(folder: Path, on_progress: OnProgress) -> OnProgress:
 def _read_checked(
     job: LoadJob[Any], folder: Path, manifest: Manifest, fingerprint: Callable[[], Fingerprint]
 ) -> dict[str, ov.Tensor]:
-    """Read the blobs by name while ``fingerprint`` reads the model's files. Raises ``BlobError`` (damaged, or another model)."""
+    """Read the blobs by name while ``fingerprint`` reads the model's files.
+
+    Raises:
+        BlobError: damaged, or another model.
+    """
     callbacks = job.config.cache_encryption_callbacks
     with ThreadPool(1, "staticllm-files") as pool:
         here = pool.submit(fingerprint)
@@ -169,7 +175,11 @@ def _import_each(
     blobs: Mapping[str, ov.Tensor],
     options: CompileOptions,
 ) -> dict[V, AnyProgram]:
-    """Import each blob, ``NUM_IMPORTS`` at a time, for all variants that name it. Raises ``BlobError`` (refused)."""
+    """Import each blob, ``NUM_IMPORTS`` at a time, for all variants that name it.
+
+    Raises:
+        BlobError: refused.
+    """
     weights = job.weights if manifest.is_weightless else None
     firsts: dict[str, V] = {}
     for variant, file in files.items():
@@ -198,7 +208,11 @@ def _import_chains(
     blobs: Mapping[str, ov.Tensor],
     options: CompileOptions,
 ) -> dict[V, AnyProgram]:
-    """Import each part once, and make the chains of all variants over one bank of weights. Raises ``BlobError`` (refused)."""
+    """Import each part once, and make the chains of all variants over one bank of weights.
+
+    Raises:
+        BlobError: refused.
+    """
     names = stems_of(list(blobs))
 
     def contents(stem: str) -> memoryview:

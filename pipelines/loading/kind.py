@@ -77,7 +77,11 @@ class ProgramKind(ABC, Generic[V, S, R]):
 
     @classmethod
     def fits(cls, model: ov.Model, directory: Path) -> bool:
-        """Return whether the model in a checked directory is of this kind. Raises ``ModelError`` (a file is damaged)."""
+        """Return whether the model in a checked directory is of this kind.
+
+        Raises:
+            ModelError: a file is damaged.
+        """
         del model, directory
         return False
 
@@ -85,7 +89,8 @@ class ProgramKind(ABC, Generic[V, S, R]):
     def check_stored(shape: S, content: Mapping[str, Any]) -> None:
         """Check a manifest of this kind, whose types are right: its shape, and the JSON of the whole.
 
-        Raises ``ConfigError``, ``ValueError``, ``TypeError`` (it is impossible; the text says what).
+        Raises:
+            ConfigError, ValueError, TypeError: it is impossible; the text says what.
         """
         del shape
         if set(content["properties"]) != {"encode"} or content["kv_type"]:
@@ -95,7 +100,9 @@ class ProgramKind(ABC, Generic[V, S, R]):
     def lower(self, job: Job[V, S, R], source: OpenedModel, start: StartWith) -> CompilePlan[V, S]:
         """Lower the model, and choose the variants of its programs. ``start``: those that are compiled before it serves.
 
-        Raises ``UnsupportedModelError`` (a pass cannot lower it) and ``ConfigError`` (an option is impossible for this model).
+        Raises:
+            UnsupportedModelError: a pass cannot lower it.
+            ConfigError: an option is impossible for this model.
         """
 
     @abstractmethod
@@ -147,7 +154,8 @@ class ProgramKind(ABC, Generic[V, S, R]):
     def fingerprint(self, job: Job[V, S, R]) -> Fingerprint:
         """Return the fingerprint that a set must have to be loaded for this job.
 
-        Raises ``ModelError`` (a file of the model cannot be read).
+        Raises:
+            ModelError: a file of the model cannot be read.
         """
         return Fingerprint(
             kind=self.name,
@@ -194,7 +202,8 @@ class ProgramKind(ABC, Generic[V, S, R]):
     def check(self, programs: CompiledPrograms[V, S]) -> None:
         """Check the ports of imported programs, before any memory is allocated for them.
 
-        Raises ``ValueError``, ``KeyError`` (a program cannot run its variant).
+        Raises:
+            ValueError, KeyError: a program cannot run its variant.
         """
 
 
@@ -226,7 +235,11 @@ class LoadJob(Generic[K_co]):
         return weights_of(self.directory, self.config.weights_path, self.config.model_file)
 
     def read_model(self) -> ov.Model:
-        """Read the IR. Raises ``ModelError`` (OpenVINO cannot read it, or it cannot be decrypted)."""
+        """Read the IR.
+
+        Raises:
+            ModelError: OpenVINO cannot read it, or it cannot be decrypted.
+        """
         config = self.config
         decrypt = config.weights_decryption_callback
         return read_model(get_core(), self.directory, config.weights_path, decrypt, config.model_file)

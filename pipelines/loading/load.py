@@ -43,11 +43,14 @@ def load(
     """Load a decoder and warm it up. The graph and the weights that were read with it are released.
 
     ``explicit``: names of the config's fields that the user gave; a blob set decides the others. If it is None, the fields whose
-    values differ from their defaults. Raises ``ModelError`` (a file of the model is missing or damaged),
-    ``UnsupportedModelError`` (a pass cannot lower the model), ``DeviceError`` (the device is missing, refused a program, or has
-    not enough memory), ``ConfigError`` (an option is impossible for this model, or there is not enough memory for KV slots or
-    masks) and ``BlobError`` (the set at ``BLOB_PATH`` is damaged or was made for something else, or exported blobs failed
-    verification).
+    values differ from their defaults.
+
+    Raises:
+        ModelError: a file of the model is missing or damaged.
+        UnsupportedModelError: a pass cannot lower the model.
+        DeviceError: the device is missing, refused a program, or has not enough memory.
+        ConfigError: an option is impossible for this model, or there is not enough memory for KV slots or masks.
+        BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else, or exported blobs failed verification.
     """
     with _explained(device):
         job = job_of(models_path, device, config, on_progress, explicit)

@@ -67,7 +67,11 @@ class NPUTarget:
             raise ConfigError(f"PROGRAMS={layout}, and --platform compiles programs in blocks only: leave PROGRAMS out")
 
     def compile_part(self, part: ChainPart, device: str, properties: Mapping[str, Any], what: str) -> CompiledPart:
-        """Compile a part of a chain. Raises ``DeviceError`` (the compiler refused it, crashed or took too long)."""
+        """Compile a part of a chain.
+
+        Raises:
+            DeviceError: the compiler refused it, crashed or took too long.
+        """
         del device
         if part.place == "host":
             return compile_for_host(part.model)
@@ -115,7 +119,8 @@ def check_requirements(core: ov.Core, device: str, requirements: str) -> None:
 
     OpenVINO 2026.4 answers with a type that Python cannot read. The version of OpenVINO must then be that of the compiler.
 
-    Raises ``BlobError`` (it cannot, or does not say; or the blob does not say what it needs).
+    Raises:
+        BlobError: it cannot, or does not say; or the blob does not say what it needs.
     """
     if not requirements:
         raise BlobError(

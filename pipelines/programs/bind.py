@@ -58,7 +58,8 @@ def allocating(
 def allocate(shape: ModelShape, variants: Sequence[Variant], of_device: Allocate | None = None) -> HostMemory:
     """Allocate the memory for ``variants``, KV slots by ``of_device`` if it is given.
 
-    Raises ``ConfigError`` (there is not enough).
+    Raises:
+        ConfigError: there is not enough.
     """
     try:
         cache = KVCache(shape, [variant.kv_len for variant in variants], of_device)

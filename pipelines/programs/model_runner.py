@@ -116,8 +116,10 @@ class ModelRunner:
     def prefill(self, sequence: KVSequence, tokens: Sequence[int]) -> Logits:
         """Run a prompt in the cheapest chunks, and return the logits ``[vocab]`` after its last token.
 
-        Earlier tokens of the sequence run again if the model takes other RoPE factors for a text as long as both. Raises
-        ``NumericalError`` (the logits are not finite).
+        Earlier tokens of the sequence run again if the model takes other RoPE factors for a text as long as both.
+
+        Raises:
+            NumericalError: the logits are not finite.
         """
         length = len(sequence) + len(tokens)
         if self.cache.has_outgrown(sequence.conditions, length):
@@ -136,7 +138,8 @@ class ModelRunner:
     def decode(self, sequence: KVSequence, token: int) -> Logits:
         """Run one token in the smallest variant that sees all slots, and return the logits ``[vocab]`` after it.
 
-        Raises ``NumericalError`` (the logits are not finite).
+        Raises:
+            NumericalError: the logits are not finite.
         """
         return self.step([Segment(sequence, np.array([token], np.int64))])[0]
 
@@ -144,8 +147,10 @@ class ModelRunner:
         """Run the next tokens of several sequences in one call of the smallest variant that holds them.
 
         Return the logits ``[vocab]`` after the last token of each segment: views, valid until the next call. Sequences for which
-        the model takes other RoPE factors from these tokens on run alone, as in ``prefill``. Raises ``NumericalError`` (logits
-        that are not finite).
+        the model takes other RoPE factors from these tokens on run alone, as in ``prefill``.
+
+        Raises:
+            NumericalError: logits that are not finite.
         """
         if any(self._outgrows(segment) for segment in segments):
             return [self.prefill(segment.sequence, segment.tokens.tolist()).copy() for segment in segments]
@@ -316,7 +321,8 @@ class ModelRunner:
     def _checked(self, variant: Variant, segments: Sequence[Segment]) -> list[Logits]:
         """Run one variant, and return the logits ``[vocab]`` after the last token of each segment.
 
-        Raises ``NumericalError`` (logits that are not finite).
+        Raises:
+            NumericalError: logits that are not finite.
         """
         result = self.run(variant, segments)
         if any(segment.argmax is None for segment in result.segments):

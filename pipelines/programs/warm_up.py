@@ -36,8 +36,10 @@ def make_runner(
     """Bind programs to the arena and to buffers, and warm them up.
 
     ``planned``: all variants, if some of them are compiled later; memory is allocated for these as well. ``memory``: is being
-    allocated already. ``adapters``: what the inputs of ``shape.adapted`` hold. Raises ``ConfigError`` (there is not enough memory
-    for the arena or the masks).
+    allocated already. ``adapters``: what the inputs of ``shape.adapted`` hold.
+
+    Raises:
+        ConfigError: there is not enough memory for the arena or the masks.
     """
     shape = programs.shape
     variants = tuple(planned) or tuple(programs.compiled)

@@ -34,7 +34,11 @@ MAX_WAIT_SHARE = 0.2
 
 
 def make_policy(scheduler: object) -> Policy:
-    """Return the shipped policy of this name, or the user's own object. Raises ``ConfigError`` (neither)."""
+    """Return the shipped policy of this name, or the user's own object.
+
+    Raises:
+        ConfigError: neither.
+    """
     if isinstance(scheduler, str) and (name := str.__str__(scheduler)) in POLICIES:
         return POLICIES[name]()
     if isinstance(scheduler, type) or not callable(getattr(scheduler, "plan", None)):
@@ -77,8 +81,10 @@ class Planner:
 
         A user's policy that raises, stalls or breaks a rule is replaced by ``fcfs``, with one warning. While programs are still
         compiled in the background, the reason may be a missing program; the policy is then used again as soon as the next one is
-        ready. A shipped policy that fails is replaced for one step. Raises ``NoPlanError`` (no request can run at all; the error
-        has the id of the first one).
+        ready. A shipped policy that fails is replaced for one step.
+
+        Raises:
+            NoPlanError: no request can run at all; the error has the id of the first one.
         """
         self._restore_policy(view)
         plans_jobs = self._plans_jobs and self.policy is self._own
@@ -182,7 +188,11 @@ class Planner:
             self._thread = None
 
     def _checked(self, plan: object, view: View) -> Plan:
-        """Return ``plan`` if it breaks no rule. Raises ``IllegalPlanError`` (it breaks one)."""
+        """Return ``plan`` if it breaks no rule.
+
+        Raises:
+            IllegalPlanError: it breaks one.
+        """
         found = check(plan, view)
         start = view.now if self._wait_start is None else self._wait_start
         check_wait_so_far(found, start)
@@ -299,7 +309,10 @@ class NoPlanError(Exception):
 def _fallback(view: View) -> Plan:
     """Return the plan of ``fcfs``; if it is illegal too, run the first request that can run alone, and preempt all others.
 
-    Without requests, the most urgent job runs. Raises ``NoPlanError`` (no request can run).
+    Without requests, the most urgent job runs.
+
+    Raises:
+        NoPlanError: no request can run.
     """
     if not view.requests:
         return Plan(job=min(view.jobs, key=urgency).id)
@@ -416,8 +429,10 @@ class _Costs:
 def _plain(plan: object, num_requests: int) -> object:
     """Return the plan with tuples in place of the iterables that a policy returned, which may be endless.
 
-    Runs on the policy's thread. Raises ``IllegalPlanError`` (a field has more entries than there are requests, or an entry that
-    is not a whole number).
+    Runs on the policy's thread.
+
+    Raises:
+        IllegalPlanError: a field has more entries than there are requests, or an entry that is not a whole number.
     """
     if not isinstance(plan, Plan):
         return plan

@@ -248,7 +248,8 @@ class IllegalPlanError(Exception):
 def check(plan: object, view: View) -> Plan:
     """Return ``plan`` if it is a ``Plan`` and breaks no rule.
 
-    Raises ``IllegalPlanError`` (it is not a ``Plan``, or it breaks a rule; the error names the rule).
+    Raises:
+        IllegalPlanError: it is not a ``Plan``, or it breaks a rule; the error names the rule.
     """
     if not isinstance(plan, Plan):
         raise IllegalPlanError("is-a-plan", f"plan() returned a {type(plan).__name__}, not a Plan")
@@ -270,7 +271,8 @@ def check(plan: object, view: View) -> Plan:
 def check_between_blocks(plan: object, view: View, call: CallView) -> Plan:
     """Return ``plan`` if it is a ``Plan`` that may run between two blocks of ``call``.
 
-    Raises ``IllegalPlanError`` (it is not a ``Plan``, or it breaks a rule; the error names the rule).
+    Raises:
+        IllegalPlanError: it is not a ``Plan``, or it breaks a rule; the error names the rule.
     """
     if not isinstance(plan, Plan):
         raise IllegalPlanError("is-a-plan", f"between_blocks() returned a {type(plan).__name__}, not a Plan")
@@ -287,7 +289,8 @@ def check_between_blocks(plan: object, view: View, call: CallView) -> Plan:
 def check_wait_so_far(plan: Plan, start: float) -> None:
     """Check that the waits before one call, the first of which began at ``start``, are short enough in all.
 
-    Raises ``IllegalPlanError`` (they are not).
+    Raises:
+        IllegalPlanError: they are not.
     """
     if plan.wait_until is not None and plan.wait_until > start + MAX_WAIT_SECONDS:
         waited = plan.wait_until - start

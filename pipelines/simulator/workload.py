@@ -161,7 +161,11 @@ def _arrival(place: Path, line: int, number: int, row: Any) -> Arrival:
 
 
 def _priority(row: Any) -> int:
-    """Return the priority of a request in a trace, by its number or by its class. Raises ``ValueError`` (the class is none)."""
+    """Return the priority of a request in a trace, by its number or by its class.
+
+    Raises:
+        ValueError: the class is none.
+    """
     name = row.get("class") or None
     if name not in (None, *CLASSES):
         raise ValueError(f"class {str(name)[:50]!r} is neither reactive nor proactive")

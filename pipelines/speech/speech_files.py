@@ -41,8 +41,9 @@ class SpeechFiles:
 def speech_files(models_path: str | bytes | os.PathLike[str]) -> SpeechFiles:
     """Return the files of a speech model.
 
-    Raises ``ModelError`` (the directory is missing, a file is missing or damaged, or ``config.json`` is not that of a model that
-    sees the output of an encoder).
+    Raises:
+        ModelError: the directory is missing, a file is missing or damaged, or ``config.json`` is not that of a model that sees
+            the output of an encoder.
     """
     try:
         directory = Path(os.fsdecode(models_path))

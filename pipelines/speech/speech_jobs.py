@@ -59,7 +59,10 @@ def speech_jobs(
     ``num_windows``: the windows that are decoded together. ``heads``: layer and head of the attentions that align text and
     speech; none if no words are wanted. ``check`` raises a ``DeviceError`` for a device that cannot be used. ``shares_engine``:
     whether requests of other models may use the device; the encoder then runs in blocks, unless the user or a blob set has
-    chosen its programs. Raises ``ConfigError`` (a field has no meaning for speech).
+    chosen its programs.
+
+    Raises:
+        ConfigError: a field has no meaning for speech.
     """
     config = _checked(candidate.config, files)
     explicit = candidate.explicit | {"max_prompt_len", "min_response_len"}
@@ -91,7 +94,8 @@ def check_speech_config(config: StaticLLMConfig) -> None:
 def take_num_windows(properties: dict[str, Any], config: Mapping[str, Any] | StaticLLMConfig | None) -> int:
     """Remove ``MAX_WINDOWS`` from the properties, and return it: the windows that are decoded together.
 
-    Raises ``ConfigError`` (it is no whole number from 1 to 64).
+    Raises:
+        ConfigError: it is no whole number from 1 to 64.
     """
     given = _taken(MAX_WINDOWS, properties, config)
     return NUM_WINDOWS if given is None else whole(MAX_WINDOWS, given, 1, MAX_SEQS)
@@ -100,7 +104,8 @@ def take_num_windows(properties: dict[str, Any], config: Mapping[str, Any] | Sta
 def take_has_words(properties: dict[str, Any], config: Mapping[str, Any] | StaticLLMConfig | None) -> bool:
     """Remove ``word_timestamps`` from the properties, and return it: whether calls may ask for the times of words.
 
-    Raises ``ConfigError`` (it is neither true nor false).
+    Raises:
+        ConfigError: it is neither true nor false.
     """
     given = _taken(WORD_TIMESTAMPS, properties, config)
     return given is not None and switch(WORD_TIMESTAMPS, given)
@@ -110,7 +115,8 @@ def take_fall_back(properties: dict[str, Any], config: Mapping[str, Any] | Stati
     """Remove the properties that say when a window is decoded again or is silent, and return those that were given: the options
     of calls that do not say it themselves.
 
-    Raises ``ConfigError`` (a value is impossible).
+    Raises:
+        ConfigError: a value is impossible.
     """
     given = {name: _taken(name.upper(), properties, config) for name in FALL_BACK}
     return {name: fall_back_value(name, value) for name, value in given.items() if value is not None}
@@ -125,7 +131,8 @@ def with_fall_back(properties: Mapping[str, Any]) -> dict[str, Any]:
 def _taken(name: str, properties: dict[str, Any], config: Mapping[str, Any] | StaticLLMConfig | None) -> Any:
     """Remove a property, in any case, from the properties, which win, and a config that is a dict; None if in neither.
 
-    Raises ``ConfigError`` (it is given in two spellings, of which one would be ignored).
+    Raises:
+        ConfigError: it is given in two spellings, of which one would be ignored.
     """
     found = None
     for values in (config, properties):
@@ -138,7 +145,11 @@ def _taken(name: str, properties: dict[str, Any], config: Mapping[str, Any] | St
 
 
 def _checked(config: StaticLLMConfig, files: SpeechFiles) -> StaticLLMConfig:
-    """Return the config with lengths for windows. Raises ``ConfigError``: a field has no meaning for speech."""
+    """Return the config with lengths for windows.
+
+    Raises:
+        ConfigError: a field has no meaning for speech.
+    """
     check_speech_config(config)
     most = files.max_positions
     prompt = min(most - 1, most // 2 + PROMPT_PARTS)

@@ -16,7 +16,8 @@ from .transcription_watch import Cancellation
 class TranscriptionHandle:
     """What was submitted: ``result`` waits for it, ``await`` too, and ``cancel`` ends it.
 
-    Raises ``StaticLLMError`` (the system has no more threads).
+    Raises:
+        StaticLLMError: the system has no more threads.
     """
 
     def __init__(self, run: Callable[[], WhisperDecodedResults], cancellation: Cancellation) -> None:

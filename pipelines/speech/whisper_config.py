@@ -517,7 +517,8 @@ server and of the command. The class has none, like GenAI's, so that noise becom
 def fall_back_value(name: str, value: object) -> Any:
     """Return the checked value of one of the options ``FALL_BACK``, which may be a text: ``0,0.2,0.4``, ``-1.0`` or ``none``.
 
-    Raises ``GenerationConfigError`` (it is impossible).
+    Raises:
+        GenerationConfigError: it is impossible.
     """
     if isinstance(value, str):
         try:
@@ -530,7 +531,11 @@ def fall_back_value(name: str, value: object) -> Any:
 
 
 def alignment_heads(config: WhisperGenerationConfig) -> tuple[tuple[int, int], ...]:
-    """Return layer and head of each attention that aligns text and speech. Raises ``GenerationConfigError`` (none are named)."""
+    """Return layer and head of each attention that aligns text and speech.
+
+    Raises:
+        GenerationConfigError: none are named.
+    """
     if not config.alignment_heads:
         raise GenerationConfigError(
             "word_timestamps=True without alignment_heads: the model's generation_config.json has none; load without it"

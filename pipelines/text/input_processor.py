@@ -195,7 +195,11 @@ class InputProcessor:
         )
 
     def _drafts_of(self, options: GenerationOptions, has_prompt_lookup: bool) -> DraftParams | None:
-        """Return how tokens are drafted, with what the pipeline adds. Raises GenerationConfigError: a draft model is missing."""
+        """Return how tokens are drafted, with what the pipeline adds.
+
+        Raises:
+            GenerationConfigError: a draft model is missing.
+        """
         has_model = self._has_draft_model
         is_single = options.num_sequences == 1
         if options.drafts is None and not (is_single and (has_prompt_lookup or has_model)):
@@ -227,7 +231,11 @@ class InputProcessor:
         return tools.decode if format is None else tools.special_tokens.decoder(format.markers, tools.decode)
 
     def _scales_of(self, uses: tuple[AdapterUse, ...] | None) -> tuple[float, ...]:
-        """Return the factor of each adapter. Raises AdapterError: one is not loaded, or all are folded into the weights."""
+        """Return the factor of each adapter.
+
+        Raises:
+            AdapterError: one is not loaded, or all are folded into the weights.
+        """
         own = self._adapters
         if own is None:
             if uses:
@@ -272,14 +280,22 @@ class InputProcessor:
 
 
 def _checked_config(config: object, expected: str) -> genai.GenerationConfig:
-    """Return a config that a caller gave. Raises GenerationConfigError: it is no ``expected`` one."""
+    """Return a config that a caller gave.
+
+    Raises:
+        GenerationConfigError: it is no ``expected`` one.
+    """
     if not isinstance(config, genai.GenerationConfig):
         raise GenerationConfigError(f"generation_config is a {type(config).__name__}: must be {expected}")
     return config
 
 
 def _check_no_tools(tools: ToolOptions, where: str) -> None:
-    """Check that no option needs a chat template. Raises GenerationConfigError: one does."""
+    """Check that no option needs a chat template.
+
+    Raises:
+        GenerationConfigError: one does.
+    """
     for name, value in (("tools", tools.tools), ("extra_context", tools.extra_context)):
         if value:
             raise GenerationConfigError(f"{name} {where}: nothing would show them; pass a ChatHistory or messages")

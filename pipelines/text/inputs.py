@@ -23,7 +23,11 @@ Inputs: TypeAlias = str | Sequence[str] | Messages | TokenInputs
 
 
 def form_of(inputs: object) -> Form:
-    """Return which of GenAI's input forms ``inputs`` has. Raises PromptError: it has none of them, or is an empty list."""
+    """Return which of GenAI's input forms ``inputs`` has.
+
+    Raises:
+        PromptError: it has none of them, or is an empty list.
+    """
     if isinstance(inputs, str):
         return "text"
     if isinstance(inputs, genai.ChatHistory):
@@ -81,7 +85,11 @@ def check_ids(ids: list[int], vocab_size: int, limit: int, is_chat: bool = False
 
 
 def real_ids(tokenized: genai.TokenizedInputs) -> list[list[int]]:
-    """Return the ids of each prompt without padding. Raises PromptError: there is not one mask value per id."""
+    """Return the ids of each prompt without padding.
+
+    Raises:
+        PromptError: there is not one mask value per id.
+    """
     ids = _as_rows(np.asarray(tokenized.input_ids.data))
     mask = _as_rows(np.asarray(tokenized.attention_mask.data))
     if ids.shape != mask.shape or ids.dtype.kind not in "iu":

@@ -121,7 +121,11 @@ def stream(handle: GenerationHandle, sink: TokenSink) -> RequestOutput:
 
 
 def check_callback(callback: object) -> None:
-    """Check the argument ``callback`` of ``submit``. Raises GenerationConfigError: it is neither None nor callable."""
+    """Check the argument ``callback`` of ``submit``.
+
+    Raises:
+        GenerationConfigError: it is neither None nor callable.
+    """
     if callback is not None and not callable(callback):
         raise GenerationConfigError(f"callback is a {type(callback).__name__}: must be a callable that takes a str")
 

@@ -133,7 +133,11 @@ def read_adapter(path: str | os.PathLike[str]) -> LoraAdapter:
 
 
 def _weights_in(folder: Path) -> Path:
-    """Return the path of the matrices in a directory of PEFT. Raises AdapterError: they are there in another format."""
+    """Return the path of the matrices in a directory of PEFT.
+
+    Raises:
+        AdapterError: they are there in another format.
+    """
     others = [] if (folder / FILE).exists() else sorted(each for each in folder.iterdir() if _is_weights(each))
     if others:
         raise AdapterError(f"the adapter {str(folder)!r} has {others[0].name}, not {FILE}: {_SAVE_AGAIN}")

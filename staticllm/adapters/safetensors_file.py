@@ -36,7 +36,11 @@ class Tensor:
     data: bytearray
 
     def to_f32(self) -> NDArray[np.float32]:
-        """Return the values as f32. Raises ValueError: they are of another type than ``F32``, ``F16`` and ``BF16``."""
+        """Return the values as f32.
+
+        Raises:
+            ValueError: they are of another type than ``F32``, ``F16`` and ``BF16``.
+        """
         if self.dtype not in _TYPES:
             raise ValueError(f"the type {self.dtype}: only {', '.join(_TYPES)} can be read")
         values = np.frombuffer(self.data, _TYPES[self.dtype])
@@ -56,7 +60,11 @@ class SafetensorsFile:
 
 
 def read_safetensors(path: Path) -> SafetensorsFile:
-    """Read a file. Raises AdapterError: it is missing, is no ordinary file, is too large, or is not a safetensors file."""
+    """Read a file.
+
+    Raises:
+        AdapterError: it is missing, is no ordinary file, is too large, or is not a safetensors file.
+    """
     try:
         data = read_regular(path, MAX_BYTES)
     except (OSError, ValueError) as error:

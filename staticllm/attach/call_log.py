@@ -193,7 +193,11 @@ class CallLog:
         self._append(change)
 
     def repeat(self, request: Repeatable) -> None:
-        """Run all calls on a request whose states are reset. Raises ``RuntimeError`` if they were too large to keep."""
+        """Run all calls on a request whose states are reset.
+
+        Raises:
+            RuntimeError: they were too large to keep.
+        """
         if self._bytes > MAX_BYTES:
             raise RuntimeError(
                 f"the daemon has ended, and the {self._bytes >> 20} MiB of calls that led to the states of this request are more "

@@ -46,8 +46,10 @@ class DaemonGoneError(RuntimeError):
 def checked(answer: Message) -> Message:
     """Return an answer that carries a result.
 
-    Raises ``RefusedError`` (the daemon refused), ``ProtocolError`` (it is not an answer) and ``Exception`` (the one that
-    the call raised in the daemon).
+    Raises:
+        RefusedError: the daemon refused.
+        ProtocolError: it is not an answer.
+        Exception: the one that the call raised in the daemon.
     """
     if answer.kind is Kind.FAILED:
         raise _kind_of(answer)(str(answer.body.get("text", "")))
@@ -92,8 +94,10 @@ class Client:
     def call(self, message: Message) -> Message:
         """Ask the daemon on the first connection, and return its answer.
 
-        Raises ``UnavailableError`` (there is no daemon, or it refuses), ``DaemonGoneError`` (the connection has ended
-        meanwhile) and ``Exception`` (the one that the call raised in the daemon).
+        Raises:
+            UnavailableError: there is no daemon, or it refuses.
+            DaemonGoneError: the connection has ended meanwhile.
+            Exception: the one that the call raised in the daemon.
         """
         with self._held():
             answer = self._ask(self._connected(), message)
@@ -102,9 +106,12 @@ class Client:
     def compile(self, message: Message) -> tuple[Message, int]:
         """Ask for a model on a connection of its own, so that no other thread waits for its compilation.
 
-        Return the answer, and the epoch to which its handle belongs. Raises ``UnavailableError`` (there is no daemon, or it
-        refuses), ``DaemonGoneError`` (the connection has ended meanwhile) and ``Exception`` (the one that the call raised
-        in the daemon).
+        Return the answer, and the epoch to which its handle belongs.
+
+        Raises:
+            UnavailableError: there is no daemon, or it refuses.
+            DaemonGoneError: the connection has ended meanwhile.
+            Exception: the one that the call raised in the daemon.
         """
         self._settle()
         channel, epoch = self.open_channel()
@@ -125,7 +132,8 @@ class Client:
     def open_channel(self) -> tuple[Channel, int]:
         """Return another connection of this client, and the epoch to which it belongs; the caller closes it.
 
-        Raises ``UnavailableError`` (there is no daemon, or it refuses).
+        Raises:
+            UnavailableError: there is no daemon, or it refuses.
         """
         with self._held():
             for attempt in range(2):
@@ -286,7 +294,8 @@ class Client:
     def _check_silence(self) -> None:
         """Look whether the daemon still answers; without the lock, which a thread that waits for an answer holds.
 
-        Raises ``SilentError`` (it does not).
+        Raises:
+            SilentError: it does not.
         """
         if self._watch is not None:
             try:

@@ -21,7 +21,8 @@ OURS = {"LLMPipeline": "StaticLLMPipeline", "WhisperPipeline": "StaticWhisperPip
 def attach(module: Any) -> None:
     """Replace the pipelines of ``openvino_genai``, which has been imported. A second call does nothing.
 
-    Raises ``SettingsError`` (an environment variable has a value that is not allowed).
+    Raises:
+        SettingsError: an environment variable has a value that is not allowed.
     """
     settings = read_settings()
     if settings.mode == "off" or isinstance(module.LLMPipeline, AttachedType):
@@ -105,7 +106,8 @@ class AttachedType(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct a pipeline with the arguments of GenAI's.
 
-        Raises ``Exception`` (with ``require``, whatever kept the daemon from taking the model; else what GenAI raises).
+        Raises:
+            Exception: with ``require``, whatever kept the daemon from taking the model; else what GenAI raises.
         """
         if not _is_for_daemon(cls.settings, args, kwargs):
             return cls.native(*args, **kwargs)

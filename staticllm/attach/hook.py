@@ -16,7 +16,8 @@ MODULE = "openvino._ov_api"
 def attach(module: Any) -> None:
     """Attach this program, which has imported ``openvino._ov_api``. A second call does nothing.
 
-    Raises ``SettingsError`` (an environment variable has a value that is not allowed).
+    Raises:
+        SettingsError: an environment variable has a value that is not allowed.
     """
     settings = read_settings()
     if settings.mode != "off":
@@ -59,7 +60,9 @@ def patch(api: Any, settings: Settings) -> None:
 def set_priority(priority: int) -> None:
     """Set the priority of this program's calls in the daemon, from -100 to 100.
 
-    Raises ``ValueError`` (it is not from -100 to 100) and ``RuntimeError`` (the program is not attached).
+    Raises:
+        ValueError: it is not from -100 to 100.
+        RuntimeError: the program is not attached.
     """
     check_priority(priority)
     client = getattr(getattr(sys.modules.get(MODULE), "Core", None), "_staticllm_client", None)

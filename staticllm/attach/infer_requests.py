@@ -67,7 +67,9 @@ class DaemonRequest:
     def finish(self) -> CallOutputs:
         """Wait for the result of the call that runs.
 
-        Raises ``DaemonGoneError`` (the daemon has ended) and ``Exception`` (the one that the call raised).
+        Raises:
+            DaemonGoneError: the daemon has ended.
+            Exception: the one that the call raised.
         """
         answer, arrays = self._exchange(self._result)
         self.is_running = False
@@ -124,7 +126,11 @@ class DaemonRequest:
             self.close()
 
     def _checked(self, answer: Message) -> Message:
-        """Return an answer that carries a result. Raises ``Exception`` (that of the call, or of a ``reset`` before it)."""
+        """Return an answer that carries a result.
+
+        Raises:
+            Exception: that of the call, or of a ``reset`` before it.
+        """
         if not answer.flags & EARLIER:
             return checked(answer)
         self.close()

@@ -102,7 +102,8 @@ def origin_of(model: Any, path: Any, weights: Any, is_mapped: bool) -> FileOrigi
 def source_of(model: Any, device: str, config: dict[str, Any], is_exact: bool) -> NativeSource:
     """Return the source of a model: its files if it has not been changed since it was read, else a copy.
 
-    Raises ``OSError`` (the copy cannot be written).
+    Raises:
+        OSError: the copy cannot be written.
     """
     origin: FileOrigin | None = getattr(model, "_staticllm_origin", None)
     if origin is not None and origin.is_unchanged() and origin.digest == digest_of(model, origin.is_mapped):
@@ -150,7 +151,8 @@ def _plain(options: Any) -> Any:
 def save_copy(model: Any) -> Path:
     """Write a model into the runtime folder, and return the path of its xml.
 
-    Raises ``OSError`` (it cannot be written; the parts of it are deleted, and the text names the folder and its free space).
+    Raises:
+        OSError: it cannot be written; the parts of it are deleted, and the text names the folder and its free space.
     """
     from openvino._pyopenvino import save_model
 

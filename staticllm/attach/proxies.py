@@ -189,7 +189,8 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     def wait_for(self, timeout: Any) -> bool:
         """Wait for the end of the call, at most ``timeout`` ms; return whether there is a result.
 
-        Raises ``RuntimeError`` (the time is negative, or as for ``wait``).
+        Raises:
+            RuntimeError: the time is negative, or as for ``wait``.
         """
         if (milliseconds := operator.index(timeout)) > MAX_TIMEOUT:
             raise TypeError(f"wait_for({milliseconds}): must be at most {MAX_TIMEOUT} ms")
@@ -299,7 +300,11 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         return self._call is not _CallState.NONE
 
     def _check_idle(self) -> None:
-        """Take the result of a call that has ended. Raises ``RuntimeError`` if a call is running."""
+        """Take the result of a call that has ended.
+
+        Raises:
+            RuntimeError: a call is running.
+        """
         if not self._has_call:
             return
         by_callback = self._completions is not None and self._completions.is_busy
@@ -359,7 +364,8 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     def _finish(self) -> None:
         """Wait for the result of the running call, and show it in the tensors that the program has.
 
-        Raises ``Exception`` (the call failed; ``wait`` raises it again).
+        Raises:
+            Exception: the call failed; ``wait`` raises it again.
         """
         self._take_result()
         if self._given_out:
@@ -372,7 +378,8 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     def _take_result(self) -> None:
         """Wait for the result of the running call, and keep it.
 
-        Raises ``Exception`` (the call failed; ``wait`` raises it again).
+        Raises:
+            Exception: the call failed; ``wait`` raises it again.
         """
         try:
             result = self._remote.finish()
@@ -438,7 +445,11 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
 
 
 def check_callback(callback: Any) -> Callable[..., object]:
-    """Return a callback, which must be a function. Raises ``TypeError`` (it is not)."""
+    """Return a callback, which must be a function.
+
+    Raises:
+        TypeError: it is not.
+    """
     if not callable(callback):
         raise TypeError(f"a callback must be a function, not {type(callback).__name__}")
     function: Callable[..., object] = callback

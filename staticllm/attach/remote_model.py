@@ -76,7 +76,9 @@ class RemoteModel:
     def open_in_daemon(self) -> DaemonRequest:
         """Return a new infer request of the daemon, which is started again if it has ended.
 
-        Raises ``UnavailableError`` (there is no daemon, or it refuses) and ``DaemonGoneError`` (it has ended meanwhile).
+        Raises:
+            UnavailableError: there is no daemon, or it refuses.
+            DaemonGoneError: it has ended meanwhile.
         """
         with self._lock:
             if self._client.connect() != self._epoch:
@@ -195,8 +197,9 @@ class MovableRequest:
     def finish(self) -> CallOutputs:
         """Wait for the result of the call that was started.
 
-        Raises ``RuntimeError`` (neither the daemon nor the program can run it) and ``Exception`` (the one that the call
-        raised).
+        Raises:
+            RuntimeError: neither the daemon nor the program can run it.
+            Exception: the one that the call raised.
         """
         try:
             result = self._at_place(lambda place: place.finish())

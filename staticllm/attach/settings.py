@@ -39,7 +39,11 @@ class Settings:
 
 
 def read_settings() -> Settings:
-    """Return the settings of this process. Raises ``SettingsError`` (a variable has a value that is not allowed)."""
+    """Return the settings of this process.
+
+    Raises:
+        SettingsError: a variable has a value that is not allowed.
+    """
     mode = os.environ.get("STATICLLM_ATTACH", "auto") or "auto"
     if mode not in MODES:
         raise SettingsError(f"STATICLLM_ATTACH={mode!r}: must be one of {', '.join(MODES)}")
@@ -59,7 +63,11 @@ def _priority() -> int:
 
 
 def check_priority(priority: int) -> int:
-    """Return a priority that is allowed. Raises ``ValueError`` (it is not from -100 to 100)."""
+    """Return a priority that is allowed.
+
+    Raises:
+        ValueError: it is not from -100 to 100.
+    """
     if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
         raise ValueError(f"the priority {priority} must be from {-MAX_PRIORITY} to {MAX_PRIORITY}")
     return priority

@@ -36,7 +36,8 @@ def check(answer: Message) -> None:
 def error_of(answer: Message, origin: str = "") -> StaticLLMError | None:
     """Return the error that an answer reports, with ``origin`` before its text; None for a result.
 
-    Raises ``ValueError`` (the error is damaged).
+    Raises:
+        ValueError: the error is damaged.
     """
     if answer.kind is Kind.REFUSED and "type" not in answer.body:  # a daemon of another protocol says only the reason
         return StaticLLMError(str(answer.body.get("reason", "the daemon refused"))[:MAX_SENT])

@@ -122,8 +122,9 @@ class Child:
     def ask(self, message: Message, seconds: float | None = None) -> Message:
         """Send a message and return the answer; the process is killed after ``seconds``. One thread at a time may call.
 
-        Raises ``TimeoutError`` (there was no answer in time) and ``ChildLostError`` (the process has ended, and was ended
-        if it did not answer with a message).
+        Raises:
+            TimeoutError: there was no answer in time.
+            ChildLostError: the process has ended, and was ended if it did not answer with a message.
         """
         if seconds is None:
             return self._ask(message)
@@ -265,7 +266,8 @@ def daemon_command() -> list[str]:
 def start_daemon(folder: Path, options: Sequence[str] = ()) -> None:
     """Start the daemon of a runtime folder in the background, and return when it, or another program's, listens.
 
-    Raises ``EndpointError`` (none listens in time).
+    Raises:
+        EndpointError: none listens in time.
     """
     begin = time.monotonic()
     errors = folder / "daemon.err"

@@ -51,7 +51,11 @@ class LineChild(Child):
             raise
 
     def tell(self, line: str) -> None:
-        """Write a line. Raises ``ChildLostError`` (the process does not read any more, and was ended)."""
+        """Write a line.
+
+        Raises:
+            ChildLostError: the process does not read any more, and was ended.
+        """
         assert self._process.stdin is not None, "it has pipes"
         assert "\n" not in line, "it is one line"
         try:
@@ -63,8 +67,11 @@ class LineChild(Child):
     def next_line(self, moment: float) -> str:
         """Return the next line without its end. The process and its descendants are killed at ``moment`` (``time.monotonic``).
 
-        Bytes that are not UTF-8 are replaced. Raises ``TimeoutError`` (there was no line in time) and ``ChildLostError`` (the
-        process has ended, or was ended because a line is longer than ``MAX_LINE``).
+        Bytes that are not UTF-8 are replaced.
+
+        Raises:
+            TimeoutError: there was no line in time.
+            ChildLostError: the process has ended, or was ended because a line is longer than ``MAX_LINE``.
         """
         ended: float | None = None
         while True:

@@ -21,7 +21,8 @@ class ParentWatch:
     The system wakes the thread (a pidfd on Linux, kqueue on macOS, a handle on Windows). The process is known by its start
     time as well, so that another one that gets its number later is not taken for it.
 
-    Raises ``ConfigError`` (there is no such process).
+    Raises:
+        ConfigError: there is no such process.
     """
 
     def __init__(self, pid: int, on_end: Callable[[], object]) -> None:

@@ -122,7 +122,8 @@ def install(python: str, hook: Path, daemon: list[str]) -> Path:
 
     If ``hook`` is gone when a program starts, the program says so in one line; with STATICLLM_ATTACH=require it ends.
 
-    Raises ``ConfigError`` (the interpreter cannot be run, or its folder cannot be written).
+    Raises:
+        ConfigError: the interpreter cannot be run, or its folder cannot be written.
     """
     path = _folder_of(python) / FILE
     module = str(hook / "sitecustomize.py")
@@ -139,7 +140,8 @@ def install(python: str, hook: Path, daemon: list[str]) -> Path:
 def uninstall(python: str) -> Path | None:
     """Remove the file, and return its path; None if it was not there.
 
-    Raises ``ConfigError`` (the interpreter cannot be run, or the file cannot be removed).
+    Raises:
+        ConfigError: the interpreter cannot be run, or the file cannot be removed.
     """
     path = _folder_of(python) / FILE
     try:

@@ -93,7 +93,8 @@ class Backend(Protocol):
     def chat(self, messages: Sequence[Message], write: Write) -> Answer:
         """Answer the last message of a conversation.
 
-        Raises ``PromptTooLongError`` (the conversation is too long, and the model says by how much).
+        Raises:
+            PromptTooLongError: the conversation is too long, and the model says by how much.
         """
         ...
 

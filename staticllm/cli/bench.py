@@ -219,7 +219,11 @@ def divergence_row(found: Divergence) -> list[str]:
 
 
 def read_text(path: str) -> str:
-    """Return the text of a file, at most its first MiB. Raises ``click.UsageError`` (it is no text in UTF-8)."""
+    """Return the text of a file, at most its first MiB.
+
+    Raises:
+        click.UsageError: it is no text in UTF-8.
+    """
     try:
         return read_regular(Path(path), MOST_TEXT_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
@@ -477,7 +481,11 @@ def _properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
 
 
 def _checked_properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
-    """Return the properties of the tests. Raises ``UsageError`` (the user's lengths are too short for a test)."""
+    """Return the properties of the tests.
+
+    Raises:
+        UsageError: the user's lengths are too short for a test.
+    """
     properties = _properties(options, tests)
     for test in tests:
         check_lengths(test.flag, test.length, test.new, properties)

@@ -172,7 +172,9 @@ class Chat:
 def read_conversation(path: Path) -> tuple[str, list[Message]]:
     """Return the system message and the messages of a file that ``/save`` wrote.
 
-    Raises ``ConfigError`` (the file does not contain a conversation) and ``OSError`` (it cannot be read).
+    Raises:
+        ConfigError: the file does not contain a conversation.
+        OSError: it cannot be read.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))

@@ -110,7 +110,10 @@ def _written(
 def _written_parts(jobs: Mapping[str, LoadJob[Any]], target: Path, has_more: bool) -> dict[str, Manifest]:
     """Write the sets of a model's parts into folders of their own in a new one, or nothing if one of them fails.
 
-    ``has_more``: adapters or a verification are wanted. Raises ``ConfigError``: neither is known for such a model.
+    ``has_more``: adapters or a verification are wanted.
+
+    Raises:
+        ConfigError: neither is known for such a model.
     """
     from staticllm.pipelines.loading.export import export_set
 
@@ -129,8 +132,9 @@ def _written_parts(jobs: Mapping[str, LoadJob[Any]], target: Path, has_more: boo
 def _target(model: str, given: str) -> str:
     """Return the folder of the set: the given one, or that beside the model's files, for a GGUF file beside it.
 
-    Raises ``UsageError`` (it is a model, which click took for the value of ``--export-blob``) and ``ConfigError`` (it exists,
-    or cannot be written).
+    Raises:
+        UsageError: it is a model, which click took for the value of ``--export-blob``.
+        ConfigError: it exists, or cannot be written.
     """
     from staticllm.pipelines.loading.export import DEFAULT_BLOB, check_new
 
@@ -153,8 +157,9 @@ def _target(model: str, given: str) -> str:
 def _with_adapters(job: LoadJob[Any], paths: tuple[str, ...], is_verified: bool) -> LoadJob[Any]:
     """Return the job with adapters.
 
-    Raises ``ConfigError`` (this kind of model has none, or the set would be compared with the original, which has none) and
-    ``AdapterError`` (a file is no adapter).
+    Raises:
+        ConfigError: this kind of model has none, or the set would be compared with the original, which has none.
+        AdapterError: a file is no adapter.
     """
     from staticllm.adapters.adapter_set import AdapterSet
     from staticllm.adapters.lora import read_adapter
@@ -171,7 +176,8 @@ def _with_adapters(job: LoadJob[Any], paths: tuple[str, ...], is_verified: bool)
 def _check_npu(device: str) -> None:
     """Check that there is an NPU if ``device`` is one.
 
-    Raises ``DeviceError`` (there is no NPU; the message also names OpenVINO's NPU compiler if that is missing).
+    Raises:
+        DeviceError: there is no NPU; the message also names OpenVINO's NPU compiler if that is missing.
     """
     from staticllm.devices import get_core, kind, npu_compiler_problem
 

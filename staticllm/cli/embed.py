@@ -75,7 +75,9 @@ def embed(model: str, texts: tuple[str, ...], **options: Any) -> None:
 def _check(options: dict[str, Any]) -> str:
     """Check what can be checked before anything is read, and return the format.
 
-    Raises ``UsageError`` (two options contradict each other) and ``ConfigError`` (the output cannot be written).
+    Raises:
+        UsageError: two options contradict each other.
+        ConfigError: the output cannot be written.
     """
     from staticllm.cli.vector_files import chosen_format
 
@@ -145,7 +147,8 @@ class Embedder:
     def run(self, batches: Iterator[TextBatch], write: Write) -> None:
         """Embed all batches. After an exception, also Ctrl-C, no thread is left.
 
-        Raises ``StaticLLMError`` (a text cannot be embedded).
+        Raises:
+            StaticLLMError: a text cannot be embedded.
         """
         running: deque[tuple[TextBatch, Future[NDArray[Any]]]] = deque()
         with ThreadPoolExecutor(IN_FLIGHT, "staticllm-embed") as pool:

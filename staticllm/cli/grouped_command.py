@@ -76,8 +76,9 @@ def help_of(command: click.Command, ctx: click.Context) -> str:
 def _read(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
     """Make the values of a file the defaults of the command's options; click checks them like those of the command line.
 
-    Raises ``BadParameter`` (the file cannot be read, is no JSON object, names an option that the command does not have, or
-    gives one an impossible value).
+    Raises:
+        BadParameter: the file cannot be read, is no JSON object, names an option that the command does not have, or gives one
+            an impossible value.
     """
     if path is None or ctx.resilient_parsing:
         return
@@ -105,7 +106,11 @@ def _read(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
 
 
 def _checked(path: str, key: str, value: Any, option: click.Parameter) -> Any:
-    """Return a value of the file as click takes it. Raises ``BadParameter`` (it is of a type that the option cannot have)."""
+    """Return a value of the file as click takes it.
+
+    Raises:
+        BadParameter: it is of a type that the option cannot have.
+    """
     is_flag = isinstance(option, click.Option) and option.is_flag
     if is_flag != isinstance(value, bool):
         raise click.BadParameter(

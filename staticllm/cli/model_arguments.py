@@ -34,8 +34,10 @@ def model_and_prompt(
 ) -> ModelAndPrompt:
     """Return what ``[MODEL] [PROMPT]`` are. ``named`` is the model that ``-m`` gives; then the argument is the prompt.
 
-    ``answering``: what answers without a model. Raises ``UsageError`` (there are too many arguments, the model is given twice,
-    or a single word looks like the name of a model).
+    ``answering``: what answers without a model.
+
+    Raises:
+        UsageError: there are too many arguments, the model is given twice, or a single word looks like the name of a model.
     """
     first = arguments[0] if arguments else None
     if len(arguments) > 2:
@@ -71,7 +73,8 @@ def model_directory(path: str | None, hint: str = "", takes_speech: bool = False
 
     ``takes_speech``: a speech model is one too. ``hint`` is added to the message about a path that does not exist.
 
-    Raises ``ModelError`` (there is no OpenVINO model; the message says what is there and which command helps).
+    Raises:
+        ModelError: there is no OpenVINO model; the message says what is there and which command helps.
     """
     if path is None:
         return str(demo_model_path())
@@ -84,7 +87,8 @@ def model_directory(path: str | None, hint: str = "", takes_speech: bool = False
 def folder_of(path: str | None) -> str:
     """Return the folder for ``path``, as ``model_directory``, but check no folder: a command checks its other options first.
 
-    Raises ``ModelError`` (``path`` is a file that is not of an OpenVINO model).
+    Raises:
+        ModelError: ``path`` is a file that is not of an OpenVINO model.
     """
     name = None if path is None else expanded(path)
     if name is None or Path(name).is_file() or path_kind(name).kind is HUB_NAME:
@@ -104,8 +108,9 @@ def served_name(model: str | None) -> str | None:
 def model_and_texts(model: str | None, texts: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     """Return the directory of an encoder, which is the first of ``texts`` unless ``-m`` gives it, and the other texts.
 
-    Raises ``UsageError`` (there is no model, it is given twice, or a text is the path of a file) and ``ModelError`` (as for
-    ``model_directory``).
+    Raises:
+        UsageError: there is no model, it is given twice, or a text is the path of a file.
+        ModelError: as for ``model_directory``.
     """
     if model is None and not texts:
         raise click.UsageError("give the directory of an encoder, as the first argument or with -m")

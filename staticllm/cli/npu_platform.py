@@ -45,7 +45,9 @@ def npu_target(
 ) -> Iterator[NPUTarget | None]:
     """Find the compiler for a platform, and end its process afterwards, also after a signal; None without a platform.
 
-    Raises ``ConfigError`` (the platform is unknown) and ``DeviceError`` (there is no compiler).
+    Raises:
+        ConfigError: the platform is unknown.
+        DeviceError: there is no compiler.
     """
     if platform is None:
         yield None

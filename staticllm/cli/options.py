@@ -121,7 +121,9 @@ PROGRAM_GROUP = {"Programs": ("max_prompt_len", "min_response_len", "programs", 
 def _pairs(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> list[tuple[str, str]]:
     """Split ``NAME=VALUE`` options into pairs.
 
-    Raises ``BadParameter`` (one is not of this form) and ``UsageError`` (a name is given twice, in any case).
+    Raises:
+        BadParameter: one is not of this form.
+        UsageError: a name is given twice, in any case.
     """
     pairs: list[tuple[str, str]] = []
     seen: set[tuple[str, str]] = set()
@@ -183,7 +185,8 @@ def read_properties(options: dict[str, Any]) -> dict[str, Any]:
 def with_properties(found: Mapping[str, Any], flags: Mapping[str, str], pairs: list[tuple[str, str]]) -> dict[str, Any]:
     """Return the properties of flags and of ``-p`` options. ``flags``: the property of each flag, with underscores.
 
-    Raises ``UsageError`` (one of them is given by its flag and by ``-p``, of which one would be ignored).
+    Raises:
+        UsageError: one of them is given by its flag and by ``-p``, of which one would be ignored.
     """
     for name, _ in pairs:
         key = next((key for key, own in flags.items() if own.upper() == name.upper() and own in found), None)
@@ -200,8 +203,9 @@ def property_values(pairs: list[tuple[str, str]]) -> dict[str, Any]:
 def read_config(options: dict[str, Any]) -> StaticLLMConfig:
     """Return the config of the layout options.
 
-    Raises ``ConfigError`` (a property with an unknown name or an impossible value) and ``DeviceError`` (the device is not on
-    this machine).
+    Raises:
+        ConfigError: a property with an unknown name or an impossible value.
+        DeviceError: the device is not on this machine.
     """
     from staticllm.devices import check_device, get_core, supported_properties
 
@@ -232,7 +236,8 @@ def encoder_arguments(options: dict[str, Any]) -> dict[str, Any]:
 def check_lengths(flag: str, prompt: int, answer: int, properties: dict[str, Any]) -> None:
     """Check, before the model is loaded, that the configured lengths allow the tokens that the option ``flag`` requests.
 
-    Raises ``UsageError`` (the prompt exceeds the longest prompt, or prompt and answer exceed the longest sequence).
+    Raises:
+        UsageError: the prompt exceeds the longest prompt, or prompt and answer exceed the longest sequence.
     """
     longest = properties["MAX_PROMPT_LEN"]
     room = properties["MIN_RESPONSE_LEN"]
@@ -250,7 +255,8 @@ def check_lengths(flag: str, prompt: int, answer: int, properties: dict[str, Any
 def as_text(argument: str, what: str) -> str:
     """Return an argument decoded as UTF-8, independent of the locale's encoding. ``what`` names it in the error.
 
-    Raises ``PromptError`` (its bytes are not UTF-8).
+    Raises:
+        PromptError: its bytes are not UTF-8.
     """
     try:
         return os.fsencode(argument).decode("utf-8")
@@ -261,7 +267,8 @@ def as_text(argument: str, what: str) -> str:
 def read_text(stream: Any) -> str:
     """Return all of ``stream`` decoded as UTF-8, without leading and trailing line ends.
 
-    Raises ``PromptError`` (it is binary data, or text in another encoding).
+    Raises:
+        PromptError: it is binary data, or text in another encoding.
     """
     data = stream.buffer.read() if hasattr(stream, "buffer") else stream.read().encode("utf-8", "surrogateescape")
     try:
@@ -289,7 +296,8 @@ def _value(text: str) -> Any:
 def check_output(output: str) -> None:
     """Check that a file can be written to ``output``, before the model is loaded, which may take minutes.
 
-    Raises ``ConfigError`` (``output`` is a folder, or its folder does not exist or takes no files).
+    Raises:
+        ConfigError: ``output`` is a folder, or its folder does not exist or takes no files.
     """
     path = Path(output)
     if path.is_dir():

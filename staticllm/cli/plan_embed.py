@@ -105,7 +105,8 @@ def _measure(own: dict[str, Any], options: dict[str, Any]) -> None:
 def _plan(options: dict[str, Any], as_json: bool) -> None:
     """Print the machines for each kind of load; a kind without machines is null in JSON, and its reason goes to stderr.
 
-    Raises ``ConfigError`` (no kind of load has machines).
+    Raises:
+        ConfigError: no kind of load has machines.
     """
     if options["peak"] is None and options["average"] is None:
         raise click.UsageError("--embed: give the load, --peak or --average or both")
@@ -177,8 +178,9 @@ def _costs(options: dict[str, Any]) -> dict[str, DeploymentCost | ConfigError]:
 def _devices(options: dict[str, Any]) -> list[_Device]:
     """Return the main device, and those that help.
 
-    Raises ``UsageError`` (``--depths`` is not two whole numbers) and ``ConfigError`` (the file of ``--estimates`` has no
-    device).
+    Raises:
+        UsageError: ``--depths`` is not two whole numbers.
+        ConfigError: the file of ``--estimates`` has no device.
     """
     from staticllm.pipelines.embedding.windve.queue_depth import read_estimates
 

@@ -18,7 +18,9 @@ from staticllm.sources.hub import is_complete, located
 def pulled(name: HubName) -> Path:
     """Return the local place of the model that the hub has now, with progress on stderr.
 
-    Raises ``ModelError`` (as for ``hub_downloads.pull``) and ``ConfigError`` (a package is missing).
+    Raises:
+        ModelError: as for ``hub_downloads.pull``.
+        ConfigError: a package is missing.
     """
     from staticllm.sources.hub_downloads import pull
 
@@ -29,7 +31,10 @@ def pulled(name: HubName) -> Path:
 def brought(path: str, hint: str = "") -> ModelPath:
     """Return what a path or a name has on this computer, after a download if it is a name that is not complete here.
 
-    ``hint`` is added to the message about a name that cannot be had. Raises ``ModelError`` (as for ``pulled``).
+    ``hint`` is added to the message about a name that cannot be had.
+
+    Raises:
+        ModelError: as for ``pulled``.
     """
     found = located(path)
     name = parse_hub_name(found.path.as_posix() if not found.title else path)

@@ -238,7 +238,8 @@ def _settings(options: dict[str, Any]) -> ServerSettings:
 def _keys(given: tuple[str, ...], path: str | None) -> tuple[str, ...]:
     """Return the keys of the options, of the file, or else of the environment.
 
-    Raises ``ConfigError`` (the file cannot be read, or has no key).
+    Raises:
+        ConfigError: the file cannot be read, or has no key.
     """
     keys = list(given)
     if path is not None:
@@ -265,8 +266,9 @@ def check_cluster_options(options: dict[str, Any]) -> None:
 def serve_on_ray(models: tuple[str, ...], keys: tuple[str, ...], options: dict[str, Any]) -> None:
     """Serve on a cluster until a signal ends it.
 
-    Raises ``ConfigError`` (Ray is not installed, the cluster is not there, or the options are not those of a cluster) and
-    ``StaticLLMError`` (a model is missing).
+    Raises:
+        ConfigError: Ray is not installed, the cluster is not there, or the options are not those of a cluster.
+        StaticLLMError: a model is missing.
     """
     try:
         from staticllm.server.ray_app.application import serve_on_cluster, settings_of

@@ -60,7 +60,8 @@ class ServerClient:
 
     All requests raise a ``ServerError`` if there is no server, it refuses, or it answers something that is not ours.
 
-    Raises ``ConfigError`` (the URL or the key is impossible, or a package is missing).
+    Raises:
+        ConfigError: the URL or the key is impossible, or a package is missing.
     """
 
     def __init__(self, url: str | None, key: str | None) -> None:

@@ -70,8 +70,9 @@ class TextSource:
     def __init__(self, arguments: Sequence[str], path: str | None, field: str | None) -> None:
         """Choose the source.
 
-        Raises ``UsageError`` (there is none, or there are two) and ``PromptError`` (an argument is not text, or the file is a
-        folder).
+        Raises:
+            UsageError: there is none, or there are two.
+            PromptError: an argument is not text, or the file is a folder.
         """
         if arguments and path is not None:
             raise click.UsageError("texts are given twice, as arguments and with --file: leave one out")
@@ -91,8 +92,9 @@ class TextSource:
     def batches(self) -> Iterator[Iterator[TextBatch]]:
         """Open the source while a block runs, and give its texts in order, in batches.
 
-        Raises ``PromptError`` (there is no text at all, or a line is not what it must be) and ``OSError`` (the file cannot be
-        read).
+        Raises:
+            PromptError: there is no text at all, or a line is not what it must be.
+            OSError: the file cannot be read.
         """
         if self._arguments:
             yield _batches((TextEntry(text, i, {}) for i, text in enumerate(self._arguments, 1)), lambda: 1.0)

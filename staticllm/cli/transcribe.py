@@ -86,7 +86,9 @@ def transcribe(files: tuple[str, ...], model: str, **options: Any) -> None:
 def _targets(paths: list[Path], options: dict[str, Any]) -> list[Path | None]:
     """Return the file that is written for each recording; None for stdout.
 
-    Raises ``UsageError`` (options contradict each other) and ``ConfigError`` (the folder cannot be written).
+    Raises:
+        UsageError: options contradict each other.
+        ConfigError: the folder cannot be written.
     """
     form = options["form"]
     output = options["output"]
@@ -158,7 +160,8 @@ class Transcriptions:
     def run(self, paths: list[Path]) -> Iterator[Transcribed]:
         """Yield what is said in each file. After an exception, also Ctrl-C, no thread is left.
 
-        Raises ``StaticLLMError`` (a file cannot be read, or not transcribed).
+        Raises:
+            StaticLLMError: a file cannot be read, or not transcribed.
         """
         with ThreadPoolExecutor(self._pipe.num_windows, "staticllm-transcribe") as pool:
             futures: list[Future[Transcribed]] = []

@@ -29,7 +29,8 @@ Write = Callable[[Sequence[TextEntry], NDArray[np.float32]], None]
 def chosen_format(output: str | None, named: str | None) -> str:
     """Return the format that is named, or that the file's suffix says; JSON lines for stdout.
 
-    Raises ``UsageError`` (neither says it, or an array would go to stdout, or to something that is no file).
+    Raises:
+        UsageError: neither says it, or an array would go to stdout, or to something that is no file.
     """
     found = named or ("jsonl" if output is None else SUFFIXES.get(Path(output).suffix.lower()))
     if found is None:
@@ -46,7 +47,8 @@ def chosen_format(output: str | None, named: str | None) -> str:
 def vector_writer(output: str | None, form: str) -> Iterator[Write]:
     """Open ``output``, or stdout for None. A file is renamed to its name when the block ends without an exception.
 
-    Raises ``ConfigError`` (the file cannot be written).
+    Raises:
+        ConfigError: the file cannot be written.
     """
     path = None if output is None else Path(output)
     try:

@@ -194,7 +194,11 @@ class Trace(Struct):
 
 
 def read_body(message: Message, kind: type[B]) -> B:
-    """Return the body of a message. Raises ``ProtocolError`` (a field is missing, of a wrong type or out of bounds)."""
+    """Return the body of a message.
+
+    Raises:
+        ProtocolError: a field is missing, of a wrong type or out of bounds.
+    """
     try:
         return typed(message.body, kind)
     except ValueError as error:

@@ -27,8 +27,10 @@ class InferRequest(Protocol):
     def call(self, inputs: Mapping[int, Array], priority: int, wants_last: bool) -> CallResult:
         """Run a call on ``inputs`` by index. ``wants_last``: the client reads only the logits after the last token.
 
-        Raises ``RuntimeError`` (OpenVINO refused the inputs), ``PromptError`` (they do not fit the states of a language
-        model) and ``ClosedError`` (the model was closed, or the request was cancelled).
+        Raises:
+            RuntimeError: OpenVINO refused the inputs.
+            PromptError: they do not fit the states of a language model.
+            ClosedError: the model was closed, or the request was cancelled.
         """
         ...
 
@@ -49,7 +51,11 @@ class InferRequest(Protocol):
         ...
 
     def set_state(self, index: int, values: Array) -> None:
-        """Set the value of a state. Raises ``PromptError`` if type or shape are not those of the state."""
+        """Set the value of a state.
+
+        Raises:
+            PromptError: type or shape are not those of the state.
+        """
         ...
 
     def write_state(self, index: int, values: Array) -> None:

@@ -24,7 +24,10 @@ MOST_POSITIONS = 1 << 27
 def check_config_size(folder: Path, num_bytes: int) -> None:
     """Check that a model can be as large as its ``config.json`` says, if its weights' files have ``num_bytes``.
 
-    What is missing or no number is left to those that read it. Raises ``ModelError`` (a value, and what it would take).
+    What is missing or no number is left to those that read it.
+
+    Raises:
+        ModelError: a value, and what it would take.
     """
     config: Any = None
     with suppress(OSError, ValueError, RecursionError):

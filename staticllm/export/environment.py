@@ -91,7 +91,8 @@ def find_environment(folder: Path | None = None) -> ExportEnvironment | None:
 def set_up(on_step: OnStep = ignore_step) -> ExportEnvironment:
     """Return the environment, which is made if it is missing, as a whole or not at all. pip is configured as the user has it.
 
-    Raises ``ConfigError`` (another process makes it, there is no room, or ``venv`` or pip failed; the message has pip's reason).
+    Raises:
+        ConfigError: another process makes it, there is no room, or ``venv`` or pip failed; the message has pip's reason.
     """
     folder = default_folder()
     found = find_environment(folder)
@@ -183,7 +184,11 @@ def _reason(errors: Path) -> str:
 
 
 def check_python(python: Path) -> None:
-    """Check that an interpreter has the packages. Raises ``ConfigError`` (it cannot be run, or has other versions)."""
+    """Check that an interpreter has the packages.
+
+    Raises:
+        ConfigError: it cannot be run, or has other versions.
+    """
     names = [*(package.name for package in PACKAGES), *OPENVINO]
     try:
         found = ask(python, {"do": "versions", "packages": names}, CHECK_SECONDS)
@@ -209,8 +214,10 @@ def ask(
 ) -> dict[str, Any]:
     """Let the tool answer a request in a process of ``python``, and return its answer. The process is ended in any case.
 
-    Raises ``ModelError`` (the tool reports an error, or its process ended or took more than ``seconds``; the message is only the
-    reason) and ``ConfigError`` (the interpreter cannot be started).
+    Raises:
+        ModelError: the tool reports an error, or its process ended or took more than ``seconds``; the message is only the
+            reason.
+        ConfigError: the interpreter cannot be started.
     """
     _check_frozen()
     with _scratch() as place:

@@ -72,8 +72,9 @@ class Exported:
 def check_request(request: ExportRequest) -> None:
     """Check what can be checked without the environment for exports.
 
-    Raises ``ConfigError`` (impossible weights, or a target that cannot be written) and ``ModelError`` (the source is no model
-    that can be exported).
+    Raises:
+        ConfigError: impossible weights, or a target that cannot be written.
+        ModelError: the source is no model that can be exported.
     """
     _check_target(request.target)
     found = path_kind(request.source)
@@ -88,7 +89,8 @@ def export(request: ExportRequest, python: Path, on_step: OnStep = ignore_step) 
 
     A folder is exported without any access to the network, unless the code of others is trusted, which may name other places.
 
-    Raises ``ConfigError`` and ``ModelError`` (see ``check_request``; or optimum cannot export the model, or there is no room).
+    Raises:
+        ConfigError, ModelError: see ``check_request``; or optimum cannot export the model, or there is no room.
     """
     check_request(request)
     found = path_kind(request.source)
@@ -162,7 +164,11 @@ def _resolved(name: str, python: Path, on_step: OnStep) -> str:
 
 
 def _task(request: ExportRequest, found: ModelPath) -> str:
-    """Return optimum's name of the task. Raises ``ModelError`` (it is something else than a Hugging Face model for text)."""
+    """Return optimum's name of the task.
+
+    Raises:
+        ModelError: it is something else than a Hugging Face model for text.
+    """
     if found.is_loadable:
         raise ModelError(f"{found.what}, which needs no export: use it as it is, staticllm run {found.directory}")
     if found.kind is kinds.ADAPTER:

@@ -64,7 +64,8 @@ def weights_for(
     - CPU and GPU: int8 with zero points, which is close to the original and what the benchmarks measure; int4 if it is asked for.
     - Encoders: f16, because a call computes many rows with the same weights, so that their size does not decide its time.
 
-    Raises ``ConfigError`` (a value that is impossible, or that does not go with the type).
+    Raises:
+        ConfigError: a value that is impossible, or that does not go with the type.
     """
     chosen = kind or (("int4" if device == "NPU" else "int8") if is_decoder else "f16")
     if chosen in ("f16", "f32"):

@@ -134,7 +134,8 @@ def create_app(state: ServerState) -> FastAPI:
 def make_sinks(settings: ServerSettings) -> list[Sink]:
     """Return the access log and the spans that the settings ask for.
 
-    Raises ``ConfigError`` (the log cannot be written, or OpenTelemetry is not installed).
+    Raises:
+        ConfigError: the log cannot be written, or OpenTelemetry is not installed.
     """
     sinks: list[Sink] = []
     if settings.has_spans:

@@ -115,8 +115,9 @@ UNKNOWN = ModelFacts(0, "unknown", 0, "", 0.0, None, "")
 def facts_of(spec: ModelSpec) -> ModelFacts:
     """Return what the files of a model say. The first call for a model takes up to seconds; any thread may call.
 
-    Raises ``ApiError`` (its files are gone (503)) and ``ModelError`` (its files are not those that the server started with, and
-    are damaged).
+    Raises:
+        ApiError: its files are gone (503).
+        ModelError: its files are not those that the server started with, and are damaged.
     """
     try:
         graphs = [stamp_of(spec.path / name) for name in SERVED[spec.kind].model_files]
@@ -195,8 +196,9 @@ def _template_of(spec: ModelSpec) -> str:
 def current_facts(model: ServedModel) -> ModelFacts:
     """Return the facts of a model; of a loaded chat model with the template that is in use, even if its files are gone.
 
-    Raises ``ApiError`` (it is not loaded, and its files are gone (503)) and ``ModelError`` (it is not loaded, and its files are
-    damaged).
+    Raises:
+        ApiError: it is not loaded, and its files are gone (503).
+        ModelError: it is not loaded, and its files are damaged.
     """
     pipeline = model.pipeline
     try:
@@ -239,7 +241,11 @@ def context_length(model: ServedModel, settings: ServerSettings) -> int | None:
 
 
 def _text_length(model: ServedModel, settings: ServerSettings) -> int | None:
-    """Return the most tokens of a text of an encoder. Raises ``StaticLLMError`` (its files are gone or damaged)."""
+    """Return the most tokens of a text of an encoder.
+
+    Raises:
+        StaticLLMError: its files are gone or damaged.
+    """
     if isinstance(model.pipeline, EncoderPipeline):
         return model.pipeline.max_length
     longest = options_of(model.spec, settings).properties.get("max_length")

@@ -49,8 +49,9 @@ class ModelEntry:
     def spec(self) -> ModelSpec:
         """Return the model.
 
-        Raises ``ModelError`` and ``ConfigError`` (as for ``model_spec``; ``system`` or ``sampling`` of another kind of
-        model; an option of ``sampling`` is unknown or impossible).
+        Raises:
+            ModelError, ConfigError: as for ``model_spec``; ``system`` or ``sampling`` of another kind of model; an option of
+                ``sampling`` is unknown or impossible.
         """
         spec = replace(model_spec(self.argument), device=self.device, properties=self.options)
         own = [name for name in ("system", "sampling") if getattr(self, name)]
@@ -88,7 +89,8 @@ class ServerConfig:
 def read_config_file(path: str) -> ServerConfig:
     """Read the file.
 
-    Raises ``ConfigError`` (it cannot be read, is no TOML, has an unknown key, or a value of another type).
+    Raises:
+        ConfigError: it cannot be read, is no TOML, has an unknown key, or a value of another type.
     """
     try:
         found = tomllib.loads(read_regular(Path(path), MAX_BYTES).decode())

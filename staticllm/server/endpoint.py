@@ -42,7 +42,8 @@ class ApiCall:
     async def connected(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Return the result of ``work``, which is cancelled if the client closes the connection.
 
-        Raises ``ClientDisconnect`` (the client has closed the connection).
+        Raises:
+            ClientDisconnect: the client has closed the connection.
         """
         task = asyncio.ensure_future(work)
         watcher = asyncio.ensure_future(wait_for_disconnect(self.request))
@@ -59,8 +60,9 @@ class ApiCall:
     async def acquire(self, model: ServedModel) -> None:
         """Load a model if necessary, and keep it loaded until ``hub.release``.
 
-        Raises ``ApiError`` and ``StaticLLMError`` (as for ``ModelHub.acquire``) and ``ClientDisconnect`` (the client has closed
-        the connection).
+        Raises:
+            ApiError, StaticLLMError: as for ``ModelHub.acquire``.
+            ClientDisconnect: the client has closed the connection.
         """
         acquiring = self.state.hub.acquire(model)
         await (acquiring if model.is_ready else self.connected(acquiring))  # one that is ready takes no time
@@ -163,7 +165,8 @@ def count_cancelled(state: ServerState) -> None:
 def parsed(kind: type[Body], data: bytes) -> Body:
     """Return the checked body of a request.
 
-    Raises ``ApiError`` (it is no JSON object, has too many parts or an unknown field, or a field has an impossible value).
+    Raises:
+        ApiError: it is no JSON object, has too many parts or an unknown field, or a field has an impossible value.
     """
     check_json(data)
     try:
@@ -176,7 +179,11 @@ def parsed(kind: type[Body], data: bytes) -> Body:
 
 
 def checked(kind: type[Body], values: dict[str, Any]) -> Body:
-    """Return the checked fields of a request. Raises ``ApiError`` (one is unknown, or has an impossible value)."""
+    """Return the checked fields of a request.
+
+    Raises:
+        ApiError: one is unknown, or has an impossible value.
+    """
     try:
         return kind.model_validate(values)
     except ValidationError as error:

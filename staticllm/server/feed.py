@@ -56,7 +56,8 @@ class Mirror:
 
         One thread asks at a time, at most every ``pause`` seconds; with a pause, others get meanwhile what is known.
 
-        Raises ``ClosedError`` (the process has ended).
+        Raises:
+            ClosedError: the process has ended.
         """
         if self._lock.acquire(blocking=self._state is None or not pause):
             try:

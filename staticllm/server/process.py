@@ -38,7 +38,9 @@ _log = logging.getLogger("staticllm.server")
 def listen(settings: ServerSettings) -> socket.socket:
     """Return a socket at the address of the settings; its port is known now, also if it was 0.
 
-    Raises ``PortInUseError`` (another process has the port) and ``ConfigError`` (the address cannot be used).
+    Raises:
+        PortInUseError: another process has the port.
+        ConfigError: the address cannot be used.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -190,10 +192,12 @@ def serve(
 ) -> None:
     """Serve models until a signal (SIGTERM, SIGINT) or the end of the parent ends it. ``on_listening`` gets the URL.
 
-    Raises ``PortInUseError`` (another process has the port), ``ConfigError`` (the settings are not safe, the address cannot be
-    used, two models have the same name, the parent has ended, or the application cannot be told that the server is ready),
-    ``StaticLLMError`` (the first model was to be loaded at the start, and cannot be) and ``SystemExit`` (a second signal ended
-    it, with 128 and its number).
+    Raises:
+        PortInUseError: another process has the port.
+        ConfigError: the settings are not safe, the address cannot be used, two models have the same name, the parent has
+            ended, or the application cannot be told that the server is ready.
+        StaticLLMError: the first model was to be loaded at the start, and cannot be.
+        SystemExit: a second signal ended it, with 128 and its number.
     """
     settings.check()
     options = sidecar or SidecarOptions()

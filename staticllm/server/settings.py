@@ -90,7 +90,11 @@ class ServerSettings:
     num_threads: int = 4
 
     def check(self) -> None:
-        """Check that these settings are safe. Raises ``ConfigError`` (other machines could connect without a key)."""
+        """Check that these settings are safe.
+
+        Raises:
+            ConfigError: other machines could connect without a key.
+        """
         if not (self.is_local or self.keys or self.is_insecure):
             raise ConfigError(
                 f"host {self.host!r} is reachable from other machines and there is no API key: give --api-key, or --insecure"

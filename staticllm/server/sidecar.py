@@ -38,7 +38,8 @@ class Ready:
 class ReadySignal:
     """Writes a ``Ready`` to a file, a file descriptor, both, or neither.
 
-    Raises ``ConfigError`` (the descriptor is not open for writing, or the file cannot be written).
+    Raises:
+        ConfigError: the descriptor is not open for writing, or the file cannot be written.
     """
 
     def __init__(self, fd: int | None = None, file: Path | None = None) -> None:
@@ -53,7 +54,8 @@ class ReadySignal:
     def write(self, ready: Ready) -> None:
         """Tell the application. The descriptor is closed, so that it reads the end of the file.
 
-        Raises ``ConfigError`` (it cannot be written, for example because the reading process has ended).
+        Raises:
+            ConfigError: it cannot be written, for example because the reading process has ended.
         """
         data = ready.to_json().encode()
         if self._file is not None:
@@ -88,7 +90,8 @@ class ReadySignal:
 def _check_descriptor(fd: int) -> None:
     """Check that a descriptor is open, and keep it from the processes that this one starts.
 
-    Raises ``ConfigError`` (it is not, or this is Windows, where programs inherit handles, not descriptors).
+    Raises:
+        ConfigError: it is not, or this is Windows, where programs inherit handles, not descriptors.
     """
     if sys.platform == "win32":
         raise ConfigError(f"--ready-fd {fd}: Windows passes no file descriptors on, use --ready-file")
@@ -106,7 +109,8 @@ def _check_descriptor(fd: int) -> None:
 def _remove_stale(path: Path) -> None:
     """Remove the file of a server that was killed, and check that a new one can be written.
 
-    Raises ``ConfigError`` (it cannot, or something else is there).
+    Raises:
+        ConfigError: it cannot, or something else is there.
     """
     try:
         if path.is_dir():
@@ -129,7 +133,8 @@ class PortLock:
     The system frees the lock when the process ends, however it ends. Where this user has no runtime folder, no lock is held:
     the address of the socket alone keeps two servers apart.
 
-    Raises ``PortInUseError`` (another server has it).
+    Raises:
+        PortInUseError: another server has it.
     """
 
     def __init__(self, port: int, url: str) -> None:

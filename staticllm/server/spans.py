@@ -93,7 +93,8 @@ def attributes_of(record: HttpRecord) -> dict[str, Any]:
 def otlp_spans() -> Spans:
     """Return spans that are sent as OTLP over HTTP, to where OpenTelemetry's variables say (``OTEL_EXPORTER_OTLP_ENDPOINT`` …).
 
-    Raises ``ModuleNotFoundError`` (the exporter is not installed).
+    Raises:
+        ModuleNotFoundError: the exporter is not installed.
     """
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 

@@ -47,7 +47,8 @@ class ServerState:
     ) -> ServerState:
         """Return the state of a new server, which loads its models by ``load``.
 
-        Raises ``ConfigError`` (two models have the same name, or the settings are not safe).
+        Raises:
+            ConfigError: two models have the same name, or the settings are not safe.
         """
         settings.check()
         hub = ModelHub(specs, settings, load)

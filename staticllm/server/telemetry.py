@@ -108,7 +108,8 @@ def set_current(record: HttpRecord) -> None:
 class AccessLog:
     """Writes lines to a file, or to standard error (``-``), on a thread of its own.
 
-    Raises ``ConfigError`` (the file cannot be written).
+    Raises:
+        ConfigError: the file cannot be written.
     """
 
     def __init__(self, path: str) -> None:

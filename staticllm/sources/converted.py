@@ -70,8 +70,11 @@ _SPARE_BYTES = 64 << 20
 def converted(path: Path, on_progress: OnProgress = lambda event: None) -> Path:
     """Return the model directory of a GGUF file, which is converted if it is new.
 
-    A cache that cannot be written is used as far as it goes. Raises ``ModelError`` (the file is damaged, one of several parts, or
-    of an architecture or vocabulary that cannot be read; or it is new, and the cache has no room or cannot be written).
+    A cache that cannot be written is used as far as it goes.
+
+    Raises:
+        ModelError: the file is damaged, one of several parts, or of an architecture or vocabulary that cannot be read; or it
+            is new, and the cache has no room or cannot be written.
     """
     folder = user_cache() / FOLDER
     source = _source_of(path)
@@ -217,7 +220,11 @@ def given_as(directory: Path) -> str:
 
 
 def remove_converted(model: ConvertedModel) -> None:
-    """Remove a model directory and its notes. Raises ``ModelError`` (it cannot be removed)."""
+    """Remove a model directory and its notes.
+
+    Raises:
+        ModelError: it cannot be removed.
+    """
     folder = model.folder.parent
     with _cache_errors(folder), _locked(folder / f"{model.folder.name}.lock"):
         for note in folder.glob("*.digest"):

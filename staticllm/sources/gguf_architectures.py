@@ -162,7 +162,11 @@ _TYPES = {
 
 
 def check_architecture(header: GGUFHeader) -> GGUFArchitecture:
-    """Return how a file is computed. Raises ``ModelError`` (it is no language model, or has what the reader leaves out)."""
+    """Return how a file is computed.
+
+    Raises:
+        ModelError: it is no language model, or has what the reader leaves out.
+    """
     reason = next(_reasons(header), None)
     if reason is not None:
         raise ModelError(f"{str(header.path)!r} {reason}")

@@ -188,7 +188,8 @@ class _Reader:
 def read_gguf_header(path: Path) -> GGUFHeader:
     """Return the header of a file whose tensors lie completely in it.
 
-    Raises ``ModelError`` (the file cannot be read, is no GGUF, is damaged, truncated, or one of several parts).
+    Raises:
+        ModelError: the file cannot be read, is no GGUF, is damaged, truncated, or one of several parts.
     """
     try:
         with open_regular(path) as file:

@@ -46,7 +46,9 @@ def remove_pulled(models: Sequence[PulledModel]) -> None:
     """Remove models: a revision as a whole if it has nothing else, else one file, whose bytes no other revision needs.
 
     Of a link that someone has made to a file elsewhere, only the link is removed.
-    Raises ``ModelError`` (files cannot be removed).
+
+    Raises:
+        ModelError: files cannot be removed.
     """
     found = _scan()
     try:

@@ -36,7 +36,9 @@ _HEX = frozenset("0123456789abcdef")
 def look(repo: str, revision: str | None) -> dict[str, Any]:
     """Return the commit, the files and ``config.json`` of a repository, as the hub lists them.
 
-    Raises ``ModelError`` (it has impossible files) and ``NoHubError`` (what answers is no hub).
+    Raises:
+        ModelError: it has impossible files.
+        NoHubError: what answers is no hub.
     """
     from huggingface_hub import HfApi, constants
 
@@ -89,7 +91,8 @@ def _small(repo: str, commit: str, file: HubFile) -> str:
 def fetch(repo: str, revision: str, commit: str, files: list[HubFile]) -> None:
     """Put files of a commit into the cache, the last one last, and note that the revision is this commit.
 
-    Raises ``ModelError`` (another process has removed some of them meanwhile).
+    Raises:
+        ModelError: another process has removed some of them meanwhile.
     """
     from huggingface_hub import constants
 

@@ -51,8 +51,11 @@ def pull(name: HubName, say: Callable[[str], object], on_progress: OnProgress = 
     """Return the local place of a model, which is downloaded as far as it is not in the cache: a folder, or a GGUF file.
 
     ``say`` gets a line with what is downloaded and how much, before anything is. A download that was interrupted is continued.
-    Raises ``ModelError`` (the hub has no such model, refuses it, cannot be reached, or sends something else; or the disk is too
-    small) and ``ConfigError`` (the package is missing).
+
+    Raises:
+        ModelError: the hub has no such model, refuses it, cannot be reached, or sends something else; or the disk is too
+            small.
+        ConfigError: the package is missing.
     """
     import_hub()
     from huggingface_hub import constants
@@ -80,7 +83,11 @@ def pull(name: HubName, say: Callable[[str], object], on_progress: OnProgress = 
 
 
 def import_hub() -> None:
-    """Import the package that knows the hub and its cache. Raises ``ConfigError`` (it is not installed)."""
+    """Import the package that knows the hub and its cache.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         import huggingface_hub  # noqa: F401
     except ModuleNotFoundError as error:
@@ -88,7 +95,11 @@ def import_hub() -> None:
 
 
 def _look(child: Child, name: HubName) -> Repository:
-    """Return what the repository of a name holds. Raises ``ModelError`` (it cannot be had)."""
+    """Return what the repository of a name holds.
+
+    Raises:
+        ModelError: it cannot be had.
+    """
     with _Watch(child, None, ()) as watch:
         body = {"action": "look", "repo": name.repo, "revision": name.revision}
         found = _ask(child, body, LOOK_SECONDS, watch)
@@ -99,7 +110,11 @@ def _look(child: Child, name: HubName) -> Repository:
 def _announce(
     repository: Repository, files: Sequence[HubFile], missing: Sequence[HubFile], blobs: Path, say: Callable[[str], object]
 ) -> None:  # fmt: skip
-    """Say what will be downloaded. Raises ``ModelError`` (the disk has too little space)."""
+    """Say what will be downloaded.
+
+    Raises:
+        ModelError: the disk has too little space.
+    """
     name = repository.name
     if not missing:
         say(f"{name} (commit {repository.commit[:7]}) is complete, {_gigabytes(sum(file.size for file in files))}")

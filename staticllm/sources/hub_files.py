@@ -56,8 +56,10 @@ class Repository:
 def files_of_model(repository: Repository) -> tuple[HubFile, ...]:
     """Return the files that are needed: those of the OpenVINO model, whose graph is the last, or one GGUF file.
 
-    Pickles, code and the weights of other frameworks are never among them. Raises ``ModelError`` (there is no such model; the
-    message says what is there and what helps).
+    Pickles, code and the weights of other frameworks are never among them.
+
+    Raises:
+        ModelError: there is no such model; the message says what is there and what helps.
     """
     name = repository.name
     names = {file.name for file in repository.files}
@@ -95,7 +97,8 @@ def _is_needed(name: str, graphs: set[str]) -> bool:
 def _gguf(repository: Repository) -> HubFile:
     """Return the GGUF file that a name means.
 
-    Raises ``ModelError`` (there is none, there are several, or it is in parts).
+    Raises:
+        ModelError: there is none, there are several, or it is in parts.
     """
     name = repository.name
     ggufs = {file.name: file for file in repository.files if is_gguf_model(file.name)}
@@ -189,7 +192,11 @@ def _those(name: HubName, files: dict[str, HubFile]) -> str:
 
 
 def check_file_name(name: str, repo: str) -> str:
-    """Return the path of a file in a repository. Raises ``ModelError`` (it would lie outside the folder of the repository)."""
+    """Return the path of a file in a repository.
+
+    Raises:
+        ModelError: it would lie outside the folder of the repository.
+    """
     parts = name.split("/")
     is_plain = name.isprintable() and len(name) <= 1024 and not set(name) & set('\\:*?"<>|')
     if not is_plain or any(part in ("", ".", "..") or len(part.encode()) > 255 for part in parts):

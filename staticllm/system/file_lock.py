@@ -65,9 +65,11 @@ class Lease:
 def acquire(path: Path, timeout: float = -1) -> Lease:
     """Wait until no other thread or process holds the lock of ``path``, and acquire it.
 
-    File locks distinguish processes, not threads, so a lock within this process is acquired first. Raises ``Timeout`` (another
-    holder keeps it for more than ``timeout`` seconds, or this thread holds it and would wait forever) and ``OSError`` (the lock
-    file cannot be created).
+    File locks distinguish processes, not threads, so a lock within this process is acquired first.
+
+    Raises:
+        Timeout: another holder keeps it for more than ``timeout`` seconds, or this thread holds it and would wait forever.
+        OSError: the lock file cannot be created.
     """
     with _holders_lock:
         holder = _holders.setdefault(path.resolve(), _Holder())

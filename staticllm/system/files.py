@@ -19,7 +19,8 @@ _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _BINARY
 def open_regular(path: Path, follow: bool = True) -> BufferedReader:
     """Open a file for reading. Pipes and devices, which could block, are refused; without ``follow`` links as well.
 
-    Raises ``OSError`` (it cannot be opened, or is not an ordinary file).
+    Raises:
+        OSError: it cannot be opened, or is not an ordinary file.
     """
     if not follow and path.is_symlink():
         raise OSError(f"{path.name} is a link, not a file")
@@ -45,7 +46,8 @@ def remedy_of(error: OSError) -> str:
 def read_regular(path: Path, limit: int, follow: bool = True) -> bytes:
     """Return all bytes of an ordinary file.
 
-    Raises ``OSError`` (it cannot be read, is not an ordinary file, has more than ``limit`` bytes, or memory for it is missing).
+    Raises:
+        OSError: it cannot be read, is not an ordinary file, has more than ``limit`` bytes, or memory for it is missing.
     """
     with open_regular(path, follow) as file:
         size = os.fstat(file.fileno()).st_size
@@ -64,7 +66,8 @@ def read_regular(path: Path, limit: int, follow: bool = True) -> bytes:
 def fill_from(path: Path, buffer: memoryview, follow: bool = True) -> None:
     """Fill a buffer with the bytes of an ordinary file of its size.
 
-    Raises ``OSError`` (the file cannot be read, is not an ordinary file, or has another size).
+    Raises:
+        OSError: the file cannot be read, is not an ordinary file, or has another size.
     """
     with open_regular(path, follow) as file:
         size = os.fstat(file.fileno()).st_size
@@ -81,7 +84,10 @@ def whole_file(path: Path, prefix: str | None = None, mode: int = 0o666) -> Iter
 
     After a full disk, an exception or Ctrl-C the file at ``path`` is unchanged and the temporary file is removed. A killed
     process leaves a file whose name begins with ``prefix`` (by default a dot and the target's name). ``mode`` holds the
-    permissions before the umask. Raises ``OSError`` (the folder or the file cannot be written).
+    permissions before the umask.
+
+    Raises:
+        OSError: the folder or the file cannot be written.
     """
     scratch = path.with_name(f"{prefix or f'.{path.name}.'}{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _BINARY, mode)
@@ -108,7 +114,8 @@ def refusal_of(folder: Path) -> str:
 def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
     """Write ``data`` through ``whole_file``. A link is followed; a device or a pipe is written to directly.
 
-    Raises ``OSError`` (the file cannot be written; the previous file is unchanged).
+    Raises:
+        OSError: the file cannot be written; the previous file is unchanged.
     """
     target = Path(path)
     if target.exists() and not target.is_file():

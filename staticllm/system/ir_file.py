@@ -79,7 +79,11 @@ class IrFile:
 
 
 def read_ir(xml: bytes) -> IrFile:
-    """Read the XML of an IR. Raises ``IrError`` (the XML is not well formed, or has an impossible value)."""
+    """Read the XML of an IR.
+
+    Raises:
+        IrError: the XML is not well formed, or has an impossible value.
+    """
     reader = _Reader()
     parser = expat.ParserCreate()
     parser.StartDoctypeDeclHandler = _no_doctype

@@ -26,7 +26,11 @@ FIRST_LIMIT = 0.98
 
 
 def check_receiver(on_progress: object) -> None:
-    """Check what receives the events of a load, before anything is loaded. Raises ``ConfigError`` (it cannot be called)."""
+    """Check what receives the events of a load, before anything is loaded.
+
+    Raises:
+        ConfigError: it cannot be called.
+    """
     if on_progress is not None and not callable(on_progress):
         raise ConfigError(f"on_progress={shown(on_progress)}: must be a function of one ProgressEvent, or None")
 

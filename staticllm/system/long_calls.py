@@ -55,7 +55,11 @@ class _Call(Generic[Result]):
         self._error: BaseException | None = None
 
     def start(self) -> None:
-        """Start the thread. Raises ``StaticLLMError`` (the system has no more threads)."""
+        """Start the thread.
+
+        Raises:
+            StaticLLMError: the system has no more threads.
+        """
         _running.add(self)
         try:
             start_thread(self._run, "staticllm-long-call")
@@ -185,7 +189,8 @@ class _Leave(BaseException):
 def checkpoint() -> None:
     """Look up: tell how far the work of this thread is, if it is time. What that raises leaves the block that asked for it.
 
-    Raises ``ClosedError`` (the interpreter ends).
+    Raises:
+        ClosedError: the interpreter ends.
     """
     looks = tuple(_looks())
     if _is_exiting.is_set():

@@ -50,7 +50,8 @@ class MappedWeights:
     def released(self) -> Iterator[None]:
         """Give up the pages every ``PERIOD_SECONDS`` while a block runs, and at its end.
 
-        Raises ``StaticLLMError`` (no thread can be started).
+        Raises:
+            StaticLLMError: no thread can be started.
         """
         if self.addresses is None:
             yield

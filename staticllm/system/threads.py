@@ -30,7 +30,11 @@ _is_exiting = threading.Event()
 
 
 def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
-    """Start and return a daemon thread. Raises ``StaticLLMError`` (the system has no more threads, or the interpreter ends)."""
+    """Start and return a daemon thread.
+
+    Raises:
+        StaticLLMError: the system has no more threads, or the interpreter ends.
+    """
     thread = threading.Thread(target=run, name=name, daemon=True)
     try:
         thread.start()
@@ -126,7 +130,8 @@ class LazyThread:
     def start(self, run: Callable[[], None]) -> None:
         """Start the thread, unless it was, and wait until it runs; after ``join`` none does.
 
-        Raises ``StaticLLMError`` (the system has no more threads, or the thread ended before it began).
+        Raises:
+            StaticLLMError: the system has no more threads, or the thread ended before it began.
         """
         if self._is_started:
             return

@@ -28,7 +28,8 @@ class _NotFinite:
 def typed(value: object, kind: type[T]) -> T:
     """Return what JSON types hold as a value of an annotated type, such as a dataclass; unknown fields are left out.
 
-    Raises ``ValueError`` (a field is missing, of another type, or out of its bounds).
+    Raises:
+        ValueError: a field is missing, of another type, or out of its bounds.
     """
     try:
         return msgspec.convert(value, kind)
@@ -39,7 +40,11 @@ def typed(value: object, kind: type[T]) -> T:
 
 
 def json_of(text: bytes) -> Any:
-    """Return the value of a JSON text. Raises ``ValueError`` (it is no JSON in UTF-8, or nested too deeply)."""
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is no JSON in UTF-8, or nested too deeply.
+    """
     try:
         return json.loads(text, parse_constant=_NotFinite, parse_float=_float)
     except RecursionError:

@@ -43,7 +43,11 @@ class Block:
 
     @classmethod
     def create(cls, size: int) -> Block:
-        """Create a block of at least ``size`` bytes. Raises ``OSError`` (the system has no memory or no handle for it)."""
+        """Create a block of at least ``size`` bytes.
+
+        Raises:
+            OSError: the system has no memory or no handle for it.
+        """
         size = block_size(size)
         if sys.platform == "win32":
             tag = f"staticllm-{secrets.token_hex(16)}"

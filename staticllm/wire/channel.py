@@ -115,8 +115,9 @@ class Channel:
     def receive(self) -> Message:
         """Wait for the next message; a block that follows it replaces the current one.
 
-        Raises ``ProtocolError`` (it is not a message), ``EOFError`` and ``OSError`` (the peer has gone, or sent more than
-        ``MAX_FRAME`` bytes).
+        Raises:
+            ProtocolError: it is not a message.
+            EOFError, OSError: the peer has gone, or sent more than ``MAX_FRAME`` bytes.
         """
         message = decode(self._read(), self._bodies)
         if message.flags & BLOCK and not self._takes_blocks:
@@ -136,7 +137,8 @@ class Channel:
     def grow(self, size: int) -> None:
         """Create a block of at least ``size`` bytes in place of the current one; the next message carries it to the peer.
 
-        Raises ``OSError`` (there is no memory for it).
+        Raises:
+            OSError: there is no memory for it.
         """
         self._replace(Block.create(size))
         self._is_unsent = True
@@ -144,7 +146,8 @@ class Channel:
     def send_tensors(self, message: Message, arrays: Sequence[Array], names: Sequence[int | str]) -> None:
         """Send a message with tensors; large ones go into the block, which must have room for them.
 
-        Raises ``NoRoomError`` (the block is too small).
+        Raises:
+            NoRoomError: the block is too small.
         """
         key = (*names, *message.body.items(), *[(array.dtype, array.shape) for array in arrays])
         frame = self._frames.get(key)
@@ -181,7 +184,8 @@ class Channel:
     def tensors_of(self, message: Message) -> list[tuple[int | str, Array]]:
         """Return the tensors of a received message: views, valid until the next message that uses the block.
 
-        Raises ``ProtocolError`` (a description is wrong).
+        Raises:
+            ProtocolError: a description is wrong.
         """
         return tensors.read(message, None if self._block is None else self._block.memory)
 
@@ -262,8 +266,10 @@ class Joined(NamedTuple):
 def join_daemon(folder: Path, check: Callable[[], object], **more: Any) -> Joined:
     """Connect to the daemon of a folder, and say which program this is; ``more`` are fields of ``HELLO``, ``check`` is watched.
 
-    Raises ``SilentError`` (it does not answer), ``EndpointError`` (none listens), ``ProtocolError``, ``EOFError`` and
-    ``OSError`` (it has gone).
+    Raises:
+        SilentError: it does not answer.
+        EndpointError: none listens.
+        ProtocolError, EOFError, OSError: it has gone.
     """
     from openvino._pyopenvino import get_version
 

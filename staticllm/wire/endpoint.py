@@ -58,8 +58,10 @@ class InTime:
 def runtime_folder(create: bool = True) -> Path:
     """Return the folder of the daemon's socket, key and log: only this user may enter it.
 
-    ``STATICLLM_RUNTIME_DIR`` names another one. Raises ``EndpointError`` (its path is too long for a socket, it is relative, it
-    cannot be made, or others own it or may enter it).
+    ``STATICLLM_RUNTIME_DIR`` names another one.
+
+    Raises:
+        EndpointError: its path is too long for a socket, it is relative, it cannot be made, or others own it or may enter it.
     """
     check_length(_folder_path())
     return private_folder(create)
@@ -68,7 +70,8 @@ def runtime_folder(create: bool = True) -> Path:
 def private_folder(create: bool = True) -> Path:
     """Return the runtime folder for files alone, whose paths may be longer than those of sockets.
 
-    Raises ``EndpointError`` (as for ``runtime_folder``, except the length).
+    Raises:
+        EndpointError: as for ``runtime_folder``, except the length.
     """
     folder = _folder_path()
     if not folder.is_absolute():  # the daemon and child processes have other working directories
@@ -113,7 +116,11 @@ def address(folder: Path) -> str:
 
 
 def check_length(folder: Path) -> None:
-    """Check that a folder can hold a socket. Raises ``EndpointError`` (its path is too long)."""
+    """Check that a folder can hold a socket.
+
+    Raises:
+        EndpointError: its path is too long.
+    """
     path = os.fsencode(folder / "socket")
     if len(path) > MAX_UNIX_PATH and sys.platform != "win32":
         raise EndpointError(
@@ -123,7 +130,11 @@ def check_length(folder: Path) -> None:
 
 
 def read_key(folder: Path) -> bytes:
-    """Return the key that both sides must know. Raises ``EndpointError`` (there is none yet, or it is damaged)."""
+    """Return the key that both sides must know.
+
+    Raises:
+        EndpointError: there is none yet, or it is damaged.
+    """
     try:
         key = (folder / "key").read_bytes()
     except OSError as error:
@@ -171,7 +182,10 @@ def listen(folder: Path, wait_seconds: float | None = None) -> mp.Listener:
 
     ``wait_seconds``: after so long without a connection, ``accept`` raises a ``TimeoutError`` (not for the pipes of
     Windows). A signal that reaches another thread, as after a suspension, is handled by the thread that accepts only when
-    it returns. Raises ``EndpointError``, ``OSError`` (the address cannot be used).
+    it returns.
+
+    Raises:
+        EndpointError, OSError: the address cannot be used.
     """
     if sys.platform == "win32":
         listener = mp.Listener(rf"\\.\pipe\staticllm-{secrets.token_hex(16)}", "AF_PIPE")
@@ -191,8 +205,10 @@ def listen(folder: Path, wait_seconds: float | None = None) -> mp.Listener:
 def connect(folder: Path) -> Any:
     """Return a connection to the daemon of this folder; both sides have proved that they know the key.
 
-    Raises ``SilentError`` (the daemon does not answer), ``GoneError`` (no daemon listens there, or it ended meanwhile) and
-    ``EndpointError`` (it does not know the key, or it belongs to another user).
+    Raises:
+        SilentError: the daemon does not answer.
+        GoneError: no daemon listens there, or it ended meanwhile.
+        EndpointError: it does not know the key, or it belongs to another user.
     """
     where = address(folder)
     key = read_key(folder)
@@ -241,7 +257,11 @@ def _dial(where: str) -> Any:
 
 
 def listens(folder: Path) -> bool:
-    """Return whether a daemon listens in a folder. Raises ``SilentError`` if one does, but does not answer."""
+    """Return whether a daemon listens in a folder.
+
+    Raises:
+        SilentError: one does, but does not answer.
+    """
     try:
         connect(folder).close()
     except SilentError:
@@ -268,7 +288,11 @@ def silence_of(where: object) -> str:
 
 
 def knock(folder: Path) -> None:
-    """Connect and leave at once, so that a listener wakes. Raises ``EndpointError``, ``OSError`` (no daemon listens)."""
+    """Connect and leave at once, so that a listener wakes.
+
+    Raises:
+        EndpointError, OSError: no daemon listens.
+    """
     if sys.platform == "win32":
         mp.Client(address(folder)).close()
         return
@@ -331,8 +355,10 @@ class SilenceWatch:
     def check(self) -> None:
         """Return if the daemon answers, or if it has ended, which connections tell by themselves.
 
-        What another thread has found within ``PROBE_SECONDS`` counts as well. Raises ``SilentError`` (it does not answer in
-        time).
+        What another thread has found within ``PROBE_SECONDS`` counts as well.
+
+        Raises:
+            SilentError: it does not answer in time.
         """
         with self._lock:
             if time.monotonic() - self._looked >= PROBE_SECONDS:

@@ -117,7 +117,11 @@ class Message:
 
 
 def encode(message: Message, limit: int = MAX_FRAME) -> bytes:
-    """Return the bytes of a message. Raises ``ProtocolError`` if they are more than ``limit``."""
+    """Return the bytes of a message.
+
+    Raises:
+        ProtocolError: they are more than ``limit``.
+    """
     text = text_of_body(message.body)
     size = HEADER_BYTES + len(text) + len(message.payload)
     if size > limit:
@@ -142,7 +146,10 @@ def decode(data: bytes, bodies: dict[bytes, Body] | None = None) -> Message:
     """Return the message of these bytes.
 
     ``bodies`` are those of earlier calls and their results on the same connection, by their text: most have the same shapes
-    as those before. Raises ``ProtocolError`` (they are not one).
+    as those before.
+
+    Raises:
+        ProtocolError: they are not one.
     """
     if len(data) < _HEADER.size:
         raise ProtocolError(f"a message of {len(data)} bytes is shorter than its header")

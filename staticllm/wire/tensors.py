@@ -64,7 +64,8 @@ def inline(arrays: Sequence[Array]) -> bytearray | None:
 def read(message: Message, block: memoryview | None) -> list[tuple[int | str, Array]]:
     """Return the tensors of a message as views of its payload, or of ``block`` if the message says so.
 
-    Raises ``ProtocolError`` (a description is not one, or reaches beyond the memory).
+    Raises:
+        ProtocolError: a description is not one, or reaches beyond the memory.
     """
     body = message.body
     layout = body.layout if isinstance(body, Body) else None

@@ -208,8 +208,10 @@ def new_presents(cache: KVCache, rows: int) -> list[NDArray[Any]]:
 def chunk_variant(variants: Sequence[EncoderVariant], num_done: int, num_left: int) -> EncoderVariant:
     """Return the variant of the next chunk: the smallest that holds the rest of the text, else the largest.
 
-    Of the same rows, the one that sees the fewest rows that are empty. Raises ``ValueError`` (no variant sees that many earlier
-    rows).
+    Of the same rows, the one that sees the fewest rows that are empty.
+
+    Raises:
+        ValueError: no variant sees that many earlier rows.
     """
     fitting = [variant for variant in variants if variant.past >= num_done]
     if not fitting:

@@ -54,7 +54,10 @@ def plan_calls(
     the smallest that holds the text. Then the sequences, by their used rows, are divided among calls so that the sum of costs is
     least. This is done for each size in question, and the cheapest calls are taken. Without ``is_packable``, each sequence holds
     one text. ``prefixes``: the texts that begin alike, whose beginning takes rows of a sequence only once; its texts are in their
-    ``order`` then. Raises ``ValueError`` (a text has no tokens, or more than any variant has rows).
+    ``order`` then.
+
+    Raises:
+        ValueError: a text has no tokens, or more than any variant has rows.
     """
     if not lengths:
         return []

@@ -30,7 +30,11 @@ class EngineInstance:
     """
 
     def __init__(self, name: str, runner: EncoderRunner, info: EncoderInfo, host: JobHost) -> None:
-        """Add the calls of this instance to the jobs of ``host``. Raises ``ClosedError`` (it was closed)."""
+        """Add the calls of this instance to the jobs of ``host``.
+
+        Raises:
+            ClosedError: it was closed.
+        """
         self.name = name
         self.info = info
         self._runner = runner
@@ -48,7 +52,9 @@ class EngineInstance:
     def embed(self, texts: Sequence[TokenizedText], priority: int = 0) -> Vectors:
         """Return the vectors ``[n, width]`` of the texts. One that is not finite belongs to a text that fails alone, too.
 
-        Raises ``ClosedError`` (the engine was closed) and ``StaticLLMError`` (the device failed).
+        Raises:
+            ClosedError: the engine was closed.
+            StaticLLMError: the device failed.
         """
         try:
             return self._run(texts, priority)
@@ -75,7 +81,11 @@ class EngineInstance:
         return request is not None and request.future.cancel()
 
     def recover(self) -> None:
-        """Embed a text of one token. Raises ``StaticLLMError`` (the device fails for it, too, or the engine was closed)."""
+        """Embed a text of one token.
+
+        Raises:
+            StaticLLMError: the device fails for it, too, or the engine was closed.
+        """
         try:
             self._run([TokenizedText(np.zeros(1, np.int64))], 0)
         except Exception as error:

@@ -67,7 +67,10 @@ class Instance(Protocol):
         """Return the vectors ``[n, width]`` of the texts. One that is not finite belongs to a text that fails alone, too.
 
         ``priority``: the highest of the texts, for a device that others use as well.
-        Raises ``WorkerLostError`` (the worker process ended) and ``Exception`` (the device failed).
+
+        Raises:
+            WorkerLostError: the worker process ended.
+            Exception: the device failed.
         """
         ...
 
@@ -78,7 +81,8 @@ class Instance(Protocol):
     def recover(self) -> None:
         """Make the instance usable after ``embed`` failed, or find out that it is.
 
-        Raises ``StaticLLMError`` (it is not usable).
+        Raises:
+            StaticLLMError: it is not usable.
         """
         ...
 
@@ -111,7 +115,11 @@ class LocalInstance:
         return False
 
     def recover(self) -> None:
-        """Embed a text of one token. Raises ``DeviceError`` (the device fails for it, too)."""
+        """Embed a text of one token.
+
+        Raises:
+            DeviceError: the device fails for it, too.
+        """
         try:
             self.embed([TokenizedText(np.zeros(1, np.int64))])
         except Exception as error:
@@ -167,7 +175,11 @@ def encode_texts(texts: Sequence[TokenizedText]) -> tuple[dict[str, Any], bytes]
 
 
 def decode_texts(header: Mapping[str, Any], body: bytes) -> Iterator[TokenizedText]:
-    """Yield the texts of a message. Raises ``ValueError`` (the sizes do not fit together)."""
+    """Yield the texts of a message.
+
+    Raises:
+        ValueError: the sizes do not fit together.
+    """
     num_texts = int(header["num_texts"])
     num_types = int(bool(header["has_types"]))
     sizes = np.frombuffer(body, "<i4", min(2 * num_texts, len(body) // 4))

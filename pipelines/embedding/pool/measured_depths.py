@@ -91,7 +91,11 @@ def _least_together(runs: Sequence[Run], depths: Sequence[int]) -> list[float]:
 
 
 def regress(instance: Instance, limit_s: float, length: int = LENGTH) -> Estimate:
-    """Return the estimate of one instance by regression; about 35 runs. Raises ``StaticLLMError`` (the device failed)."""
+    """Return the estimate of one instance by regression; about 35 runs.
+
+    Raises:
+        StaticLLMError: the device failed.
+    """
     return estimate(instance.name, run_alone(instance, length), limit_s)
 
 
@@ -104,8 +108,11 @@ def measure_depths(
 ) -> list[MeasuredDepth]:
     """Return the queue depths of the instances for texts of ``length`` tokens. Nothing else should run meanwhile.
 
-    ``step`` is that of the stress tests, or one per instance. Raises ``ConfigError`` (the limit is not positive) and
-    ``StaticLLMError`` (a device failed).
+    ``step`` is that of the stress tests, or one per instance.
+
+    Raises:
+        ConfigError: the limit is not positive.
+        StaticLLMError: a device failed.
     """
     runs = [run_alone(instance, length) for instance in instances]
     estimates = []

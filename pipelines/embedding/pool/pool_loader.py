@@ -68,8 +68,10 @@ def load_instances(
     """Load an instance on each device. Processor cores get a worker process each, and so does a CPU beside other devices.
 
     ``host``: the engine that owns the device that was named first; its instance is in this process. ``on_progress`` gets the
-    parts of loading in this process. Raises ``ModelError``, ``ConfigError``, ``DeviceError`` (as for
-    ``load_encoder``).
+    parts of loading in this process.
+
+    Raises:
+        ModelError, ConfigError, DeviceError: as for ``load_encoder``.
     """
     found: dict[str, Instance] = {}
     workers: list[WorkerInstance] = []
@@ -138,8 +140,10 @@ def load_pool(
     """Load an instance on each device, and put a queue manager before them; return what serves, and what it serves.
 
     ``host``: the engine that owns the device that was named first. ``on_progress`` gets the parts of loading in this process, and
-    ``ready`` once. Raises ``ModelError``, ``ConfigError``,
-    ``DeviceError`` (as for ``load_encoder`` and ``devices_of``).
+    ``ready`` once.
+
+    Raises:
+        ModelError, ConfigError, DeviceError: as for ``load_encoder`` and ``devices_of``.
     """
     begin = time.perf_counter()
     plan = plan_pool(device, choices, options)
@@ -227,7 +231,11 @@ def _estimates(
 
 
 def _keep(path: Path, key: str, estimates: Sequence[Estimate]) -> None:
-    """Write queue depths to their file. Raises ``ConfigError`` (it cannot be written)."""
+    """Write queue depths to their file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_estimates(path, key, estimates)
@@ -247,7 +255,8 @@ def measure_model(
 ) -> list[MeasuredDepth]:
     """Return the queue depths of a model on one or more devices, and write them to ``path``, which ``QUEUE_DEPTHS`` reads.
 
-    Raises ``ModelError``, ``ConfigError``, ``DeviceError`` (as for ``load_pool``).
+    Raises:
+        ModelError, ConfigError, DeviceError: as for ``load_pool``.
     """
     check_model_dir(directory)
     choices = EncoderChoices(properties=dict(properties) or None)

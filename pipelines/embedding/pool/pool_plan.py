@@ -88,7 +88,11 @@ POOL_PROPERTIES = tuple(_FIELDS)
 
 
 def take_options(properties: dict[str, object]) -> PoolOptions:
-    """Remove the properties of a pool from ``properties``, and return them. Raises ``ConfigError`` (a value is impossible)."""
+    """Remove the properties of a pool from ``properties``, and return them.
+
+    Raises:
+        ConfigError: a value is impossible.
+    """
     given = [name for name in _FIELDS if name in properties]  # None is a value, and not one of a switch
     found = PoolOptions(**{field: parsed(properties.pop(name)) for name in given for field, parsed in [_FIELDS[name]]})
     if found.policy not in (None, "plain") and found.limit_s is None:
@@ -135,7 +139,8 @@ class PoolPlan:
 def plan_pool(device: str, choices: EncoderChoices, options: PoolOptions) -> PoolPlan:
     """Return the plan of a pool on ``device``, which may name several.
 
-    Raises ``ConfigError`` and ``DeviceError`` (as for ``devices_of`` and ``choices_by_device``).
+    Raises:
+        ConfigError, DeviceError: as for ``devices_of`` and ``choices_by_device``.
     """
     found = devices_of(device, options.is_heterogeneous, get_core().available_devices)
     names = [used.name for used in found.devices]
@@ -147,8 +152,10 @@ def devices_of(device: str, is_heterogeneous: bool, available: Sequence[str]) ->
     """Return the devices that embed together: the named ones, and with ``is_heterogeneous`` those of other kinds.
 
     ``with_other_kinds`` says where these stand: ``CPU``, the default, becomes NPU, GPU, CPU. A CPU beside other devices gets the
-    cores that WINDVE's rules leave to it, where threads can be bound to cores. Raises ``ConfigError`` and ``DeviceError`` (as for
-    ``named``).
+    cores that WINDVE's rules leave to it, where threads can be bound to cores.
+
+    Raises:
+        ConfigError, DeviceError: as for ``named``.
     """
     found = detector.named(device, available)
     if is_heterogeneous:
@@ -168,8 +175,10 @@ def _with_cores(used: UsedDevice) -> UsedDevice:
 def choices_by_device(choices: EncoderChoices, options: PoolOptions, names: Sequence[str]) -> dict[str, EncoderChoices]:
     """Return the choices of each device, with its own properties in them (``DEVICE_PROPERTIES``).
 
-    Those of ``CPU`` are also those of ``CPU#0-3``. Those of an NPU, GPU or CPU that is not used are left out. Raises
-    ``ConfigError`` (there are properties of something else).
+    Those of ``CPU`` are also those of ``CPU#0-3``. Those of an NPU, GPU or CPU that is not used are left out.
+
+    Raises:
+        ConfigError: there are properties of something else.
     """
     own = options.device_properties or {}
     unknown = [name for name in own if name not in names and name.split(".")[0] not in PREFERRED]

@@ -31,8 +31,10 @@ from .pool_plan import PoolOptions, choices_by_device, needs_pool
 class Serving:
     """How an encoder is served, whatever the model.
 
-    ``engine``: the engine of another pipeline on the same device; None for a device of its own. Raises ``ConfigError`` (an option
-    is impossible).
+    ``engine``: the engine of another pipeline on the same device; None for a device of its own.
+
+    Raises:
+        ConfigError: an option is impossible.
     """
 
     engine: JobHost | None
@@ -67,8 +69,9 @@ def serve_encoder(
 ) -> tuple[ServedEncoder, genai.Tokenizer]:
     """Load an encoder with its tokenizer, on several devices if ``device`` and ``options`` say so, and serve it.
 
-    Raises ``ModelError``, ``DeviceError``, ``BlobError`` (as for ``load_encoder``) and ``ConfigError`` (as for ``load_encoder``
-    and ``load_pool``, or a process of its own cannot have the engine that is given).
+    Raises:
+        ModelError, DeviceError, BlobError: as for ``load_encoder``.
+        ConfigError: as for ``load_encoder`` and ``load_pool``, or a process of its own cannot have the engine that is given.
     """
     host = None if serving.engine is None else checked_host(serving.engine)
     if not isinstance(device, str):
@@ -85,7 +88,11 @@ def serve_encoder(
 
 
 def _serve_one(loaded: LoadedEncoder, device: str, host: JobHost | None, max_waiting: int) -> ServedEncoder:
-    """Serve an encoder on one device, in ``host`` or in an engine of its own. Raises ``ClosedError`` (the host was closed)."""
+    """Serve an encoder on one device, in ``host`` or in an engine of its own.
+
+    Raises:
+        ClosedError: the host was closed.
+    """
     driver = JobDriver(loaded.runner, max_waiting, device)
     engine: JobHost = host or JobEngine()
     engine.add_jobs(driver)

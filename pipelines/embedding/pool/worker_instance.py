@@ -45,7 +45,11 @@ class WorkerSpec:
     choices: EncoderChoices
 
     def to_dict(self) -> dict[str, object]:
-        """Return the spec as plain JSON. Raises ``ConfigError`` (a property is not a str, a number or a bool)."""
+        """Return the spec as plain JSON.
+
+        Raises:
+            ConfigError: a property is not a str, a number or a bool.
+        """
         for name, value in (self.choices.properties or {}).items():
             if not isinstance(value, (str, int, float, bool)):
                 raise ConfigError(
@@ -95,7 +99,8 @@ class WorkerInstance:
     def wait_ready(self) -> None:
         """Wait until the process has loaded the model.
 
-        Raises ``StaticLLMError`` (it could not; the error is that of ``load_encoder``).
+        Raises:
+            StaticLLMError: it could not; the error is that of ``load_encoder``.
         """
         try:
             answer = self._ask(Message(Kind.MODEL, body=self._body), START_SECONDS)
@@ -128,7 +133,8 @@ class WorkerInstance:
     def recover(self) -> None:
         """Start the process again if it ended; one that goes on is asked for a text of one token.
 
-        Raises ``StaticLLMError`` (it cannot load the model any more, or the device fails).
+        Raises:
+            StaticLLMError: it cannot load the model any more, or the device fails.
         """
         if self._child.is_usable:
             try:

@@ -59,9 +59,11 @@ class QueueDriver(ABC):
     def submit(self, request: EmbeddingRequest) -> None:
         """Add a request: all its texts are admitted, or none.
 
-        Raises ``BusyError`` (too many texts wait, or no device takes a text in time; ``retry_after`` says when to try again),
-        ``DeviceError`` (no device works any more), ``PromptError`` (a text has more tokens than the programs, or these are more
-        texts than the devices ever take at once) and ``ClosedError`` (the queue was closed, or the engine that runs it).
+        Raises:
+            BusyError: too many texts wait, or no device takes a text in time; ``retry_after`` says when to try again.
+            DeviceError: no device works any more.
+            PromptError: a text has more tokens than the programs, or these are more texts than the devices ever take at once.
+            ClosedError: the queue was closed, or the engine that runs it.
         """
         try:
             self._end_late()

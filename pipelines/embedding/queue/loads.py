@@ -117,7 +117,8 @@ class ShapeCosts:
     def __init__(self, seconds: Mapping[tuple[int, int], float]) -> None:
         """Take ``seconds`` per call of each ``(batch, row_len)``.
 
-        Raises ``ConfigError`` (there is no shape, or a size or a time is not positive).
+        Raises:
+            ConfigError: there is no shape, or a size or a time is not positive.
         """
         if not seconds:
             raise ConfigError("costs of no shape: give the seconds of at least one [batch, row_len]")
@@ -135,7 +136,11 @@ class ShapeCosts:
         self._common = min(self.row_lens, key=lambda row_len: (per_token[row_len], row_len))
 
     def row_len_of(self, num_tokens: int) -> int:
-        """Return the length of the rows into which a text of ``num_tokens`` goes. Raises ``PromptError`` (no row holds it)."""
+        """Return the length of the rows into which a text of ``num_tokens`` goes.
+
+        Raises:
+            PromptError: no row holds it.
+        """
         if num_tokens <= self._common:
             return self._common
         place = bisect_left(self.row_lens, num_tokens)

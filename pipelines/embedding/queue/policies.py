@@ -151,7 +151,11 @@ class Predicted:
     moves_bulk = True
 
     def __init__(self, limit_s: float, margin: float = MARGIN) -> None:
-        """Take the latency limit T, seconds. Raises ``ConfigError`` (the limit is not positive)."""
+        """Take the latency limit T, seconds.
+
+        Raises:
+            ConfigError: the limit is not positive.
+        """
         if not 0 < limit_s < math.inf:
             raise ConfigError(f"a latency limit of {limit_s:g} s: must be more than 0")
         self._limit_s = limit_s

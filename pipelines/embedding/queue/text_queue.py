@@ -86,7 +86,8 @@ class TextQueue:
     def number(self, request: EmbeddingRequest, now: float) -> range:
         """Take a new request, and return the ids of its texts.
 
-        Raises ``BusyError`` (others wait, and with these texts more than ``max_waiting`` would).
+        Raises:
+            BusyError: others wait, and with these texts more than ``max_waiting`` would.
         """
         num_new = len(request.texts)
         num_waiting = self.num_waiting + sum(self._coming.values())
@@ -107,8 +108,10 @@ class TextQueue:
     def admit(self, request: EmbeddingRequest, ids: range, now: float) -> None:
         """Admit some texts of a request that has its ids. If one is refused, all texts of the request are removed.
 
-        Raises ``BusyError`` (no device takes a text in time), ``PromptError`` (these are more texts than the devices ever take at
-        once) and ``DeviceError`` (no device works, nor will).
+        Raises:
+            BusyError: no device takes a text in time.
+            PromptError: these are more texts than the devices ever take at once.
+            DeviceError: no device works, nor will.
         """
         first = self._requests[request.id][1].start
         self._coming[request.id] -= len(ids)
@@ -175,7 +178,11 @@ class TextQueue:
         return None
 
     def check_works(self) -> None:
-        """Check that a device works, or will. Raises ``DeviceError`` (none does)."""
+        """Check that a device works, or will.
+
+        Raises:
+            DeviceError: none does.
+        """
         if not any(device.may_work for device in self.devices):
             errors = "; ".join(f"{device.name}: {device.problem}" for device in self.devices)
             remedy = "load the pipeline again"

@@ -46,8 +46,10 @@ def instance_cores(topology: Topology, num_instances: int = 1, share: float = SE
     """Return the logical processors of each CPU instance, from the top index down; empty if no core is left for an instance.
 
     The lowest cores stay with the service. An instance gets whole NUMA nodes, or cores of one node if no whole node is left for
-    it, so its threads never read weights across part of a node. Instances get equally many nodes, or shares of the nodes. Raises
-    ``ConfigError`` (there are more instances than free cores).
+    it, so its threads never read weights across part of a node. Instances get equally many nodes, or shares of the nodes.
+
+    Raises:
+        ConfigError: there are more instances than free cores.
     """
     if num_instances < 1:
         raise ConfigError(f"{num_instances} CPU instances: must be 1 or more")
@@ -94,8 +96,10 @@ def _processors(cores: Iterable[tuple[int, ...]]) -> list[int]:
 def read_topology(system: Path = _SYSTEM) -> Topology:
     """Return the topology of this machine, without processors that this process may not use.
 
-    Without NUMA information there is one node. Read once at start: nothing here watches the machine. Raises ``DeviceError``
-    (threads cannot be bound to cores on this system).
+    Without NUMA information there is one node. Read once at start: nothing here watches the machine.
+
+    Raises:
+        DeviceError: threads cannot be bound to cores on this system.
     """
     allowed = current_processors()
     nodes = []
@@ -107,7 +111,11 @@ def read_topology(system: Path = _SYSTEM) -> Topology:
 
 
 def current_processors() -> set[int]:
-    """Return the logical processors that this thread may use. Raises ``DeviceError`` (the system does not tell)."""
+    """Return the logical processors that this thread may use.
+
+    Raises:
+        DeviceError: the system does not tell.
+    """
     if not hasattr(os, "sched_getaffinity"):
         raise DeviceError(unsupported())
     return set(os.sched_getaffinity(0))
@@ -117,8 +125,10 @@ def bind(processors: Iterable[int]) -> None:
     """Bind the calling thread, and threads that it starts later, to these logical processors.
 
     A process that calls this first binds all its threads. Threads that run already, such as OpenVINO's, stay where they are.
-    Raises ``ConfigError`` (there is no processor in the list, or the system does not know one) and ``DeviceError`` (threads
-    cannot be bound to cores on this system).
+
+    Raises:
+        ConfigError: there is no processor in the list, or the system does not know one.
+        DeviceError: threads cannot be bound to cores on this system.
     """
     wanted = sorted(set(processors))
     reason = unsupported()
@@ -140,7 +150,8 @@ def bind(processors: Iterable[int]) -> None:
 def bind_process(processors: Iterable[int]) -> None:
     """Bind all threads of this process, also those that run already, such as numpy's. Call it before OpenVINO is loaded.
 
-    Raises ``ConfigError`` and ``DeviceError`` (as for ``bind``).
+    Raises:
+        ConfigError, DeviceError: as for ``bind``.
     """
     wanted = set(processors)
     bind(wanted)

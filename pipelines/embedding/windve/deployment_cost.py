@@ -40,8 +40,10 @@ def saving(main: float, helping: float) -> float:
 def peak_cost(num_queries: float, main: int, helping: int, price: float = 0.0, num_devices: int = 1) -> DeploymentCost:
     """Return the machines for ``num_queries`` at once (equation 6): one embeds ``main``, or ``main + helping``, within the limit.
 
-    ``price`` is that of one device per hour, ``num_devices`` how many one machine has. Raises ``ConfigError`` (a number is
-    negative, or the main device embeds no query within the limit).
+    ``price`` is that of one device per hour, ``num_devices`` how many one machine has.
+
+    Raises:
+        ConfigError: a number is negative, or the main device embeds no query within the limit.
     """
     return _cost("queries at once", num_queries, main, helping, price * num_devices)
 
@@ -50,8 +52,10 @@ def average_cost(rate: float, main: float, helping: float, price: float = 0.0, n
     """Return the machines for ``rate`` queries per second on average (equation 5). ``main`` and ``helping`` are rates as well.
 
     Which rates decides what the machines are for: the queue depth over the limit is the paper's load in lockstep, and
-    ``sustained_rate`` is for queries that arrive evenly, of which fewer end within the limit. Raises ``ConfigError`` (as for
-    ``peak_cost``).
+    ``sustained_rate`` is for queries that arrive evenly, of which fewer end within the limit.
+
+    Raises:
+        ConfigError: as for ``peak_cost``.
     """
     return _cost("queries per second", rate, main, helping, price * num_devices)
 

@@ -43,8 +43,10 @@ class Detection:
 def detect(available: Sequence[str], heterogeneous: bool = True) -> Detection:
     """Return the devices that the machine offers: NPU, GPUs, CPU. ``available`` holds OpenVINO's names.
 
-    Without ``heterogeneous`` only the devices of the first kind are used. With devices of one kind it changes nothing. Raises
-    ``DeviceError`` (none of them is an NPU, a GPU or a CPU).
+    Without ``heterogeneous`` only the devices of the first kind are used. With devices of one kind it changes nothing.
+
+    Raises:
+        DeviceError: none of them is an NPU, a GPU or a CPU.
     """
     found = sorted(
         (name for name in available if kind(name) in ORDER), key=lambda name: (ORDER.index(kind(name)), name)
@@ -62,9 +64,11 @@ def detect(available: Sequence[str], heterogeneous: bool = True) -> Detection:
 def named(text: str, available: Sequence[str]) -> Detection:
     """Return the devices of a list like ``NPU,CPU`` or ``CPU#0-3,CPU#4-7``, in its order, which is that of preference.
 
-    ``CPU#0-3`` is a group of logical processors with an instance of its own; several ranges are joined by ``+``. Raises
-    ``ConfigError`` (a device is named twice, or two groups share a processor) and ``DeviceError`` (a device is not on this
-    machine, or is one that distributes work itself, such as ``AUTO``).
+    ``CPU#0-3`` is a group of logical processors with an instance of its own; several ranges are joined by ``+``.
+
+    Raises:
+        ConfigError: a device is named twice, or two groups share a processor.
+        DeviceError: a device is not on this machine, or is one that distributes work itself, such as ``AUTO``.
     """
     devices = [_parse(part.strip(), available) for part in text.split(",") if part.strip()]
     if not devices:

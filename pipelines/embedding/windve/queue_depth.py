@@ -128,8 +128,10 @@ def profile(run: Run, levels: Sequence[int], repeats: int = NUM_REPEATS) -> dict
 def fit(profiled: Mapping[int, Sequence[float]]) -> tuple[Line, float]:
     """Return the line through the least seconds of each concurrency, by least squares, and its r².
 
-    Neither alpha nor beta is negative. The least of several runs is taken because other work only ever adds time. Raises
-    ``ConfigError`` (fewer than two concurrencies were profiled, or a time is not positive).
+    Neither alpha nor beta is negative. The least of several runs is taken because other work only ever adds time.
+
+    Raises:
+        ConfigError: fewer than two concurrencies were profiled, or a time is not positive.
     """
     levels = sorted(level for level, seconds in profiled.items() if len(seconds))
     if len(levels) < 2:
@@ -147,7 +149,8 @@ def fit(profiled: Mapping[int, Sequence[float]]) -> tuple[Line, float]:
 def estimate(name: str, run: Run, limit_s: float) -> Estimate:
     """Profile a device alone and return its estimate. ``run`` is called about 35 times.
 
-    Raises ``ConfigError`` (the limit or a measured time is not positive).
+    Raises:
+        ConfigError: the limit or a measured time is not positive.
     """
     if not 0 < limit_s < math.inf:
         raise ConfigError(f"a latency limit of {limit_s:g} s: must be more than 0")
@@ -247,7 +250,8 @@ class Recalibration:
 def write_estimates(path: str | os.PathLike[str], key: str, estimates: Sequence[Estimate]) -> None:
     """Write the estimates. ``key`` names everything that they depend on: model, machine, length of the texts.
 
-    Raises ``OSError`` (the file cannot be written; the previous file is unchanged).
+    Raises:
+        OSError: the file cannot be written; the previous file is unchanged.
     """
     devices = [
         {"name": e.name, "alpha": e.line.alpha, "beta": e.line.beta, "exponent": e.line.exponent, "r2": e.r2,
@@ -261,7 +265,8 @@ def write_estimates(path: str | os.PathLike[str], key: str, estimates: Sequence[
 def read_estimates(path: str | os.PathLike[str], key: str | None = None) -> tuple[Estimate, ...]:
     """Return the estimates in a file; empty if there is no file, or if it was written with another ``key``.
 
-    Raises ``ConfigError`` (the file cannot be read, is damaged or holds impossible values; the error names the first).
+    Raises:
+        ConfigError: the file cannot be read, is damaged or holds impossible values; the error names the first.
     """
     place = Path(path)
     try:

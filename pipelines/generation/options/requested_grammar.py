@@ -126,7 +126,11 @@ def _of_tag(value: Any) -> Grammar:
 
 
 def format_of(value: Any) -> Any:
-    """Return a structural tag of GenAI as xgrammar's JSON value. Raises GenerationConfigError: it is none."""
+    """Return a structural tag of GenAI as xgrammar's JSON value.
+
+    Raises:
+        GenerationConfigError: it is none.
+    """
     write = _WRITERS.get(type(value))
     if write is None:
         raise GenerationConfigError(

@@ -33,7 +33,8 @@ class Host(DaemonControl, Protocol):
     def join(self, hello: Message, channel: Channel) -> tuple[Connection, dict[str, Any]]:
         """Add a connection to the client of a ``HELLO``, or to a new one; return it, and the body of the answer.
 
-        Raises ``StaticLLMError`` (it is refused).
+        Raises:
+            StaticLLMError: it is refused.
         """
         ...
 

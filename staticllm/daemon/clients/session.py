@@ -91,7 +91,11 @@ class Session:
         raise BusyError("the program has gone while its model was compiled")
 
     def model(self, handle: int) -> SharedModel:
-        """Return one of the client's models. Raises ``ConfigError`` if it has none with this handle."""
+        """Return one of the client's models.
+
+        Raises:
+            ConfigError: it has none with this handle.
+        """
         with self._lock:
             held = self._models.get(handle)
         if held is None:
@@ -99,21 +103,33 @@ class Session:
         return held.model
 
     def infer_model(self, handle: int) -> PlainModel | PackedModel:
-        """Return a model that has infer requests. Raises ``ConfigError`` if it is another one."""
+        """Return a model that has infer requests.
+
+        Raises:
+            ConfigError: it is another one.
+        """
         model = self.model(handle)
         if not isinstance(model, (PlainModel, PackedModel)):
             raise ConfigError(f"model {handle} has no infer requests: it was loaded as a language model")
         return model
 
     def language_model(self, handle: int) -> LanguageModel:
-        """Return a language model with an engine. Raises ``ConfigError`` if it is another one."""
+        """Return a language model with an engine.
+
+        Raises:
+            ConfigError: it is another one.
+        """
         model = self.model(handle)
         if not isinstance(model, LanguageModel):
             raise ConfigError(f"model {handle} takes no requests: it was not loaded as a language model")
         return model
 
     def speech_model(self, handle: int) -> SpeechService:
-        """Return a speech model. Raises ``ConfigError`` if it is another one."""
+        """Return a speech model.
+
+        Raises:
+            ConfigError: it is another one.
+        """
         model = self.model(handle)
         if not isinstance(model, SpeechService):
             raise ConfigError(f"model {handle} hears nothing: it was not loaded as a speech model")
@@ -157,7 +173,11 @@ class Session:
             self._table.release(held.key)
 
     def count_request(self, change: int) -> None:
-        """Count an infer request that is opened (1) or closed (-1). Raises ``BusyError`` (the client has too many)."""
+        """Count an infer request that is opened (1) or closed (-1).
+
+        Raises:
+            BusyError: the client has too many.
+        """
         with self._lock:
             if self._num_requests + change > self._limits.requests:
                 raise BusyError(
@@ -166,7 +186,11 @@ class Session:
             self._num_requests += change
 
     def count_source(self, model: int, change: int, limit: int) -> None:
-        """Count a source of a model that is added (1) or removed (-1). Raises ``BusyError`` (the client has too many)."""
+        """Count a source of a model that is added (1) or removed (-1).
+
+        Raises:
+            BusyError: the client has too many.
+        """
         with self._lock:
             count = self._num_sources.get(model, 0)
             if count + change > limit:

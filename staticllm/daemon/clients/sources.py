@@ -32,7 +32,11 @@ class ClientSource:
 
     @property
     def number(self) -> int:
-        """Its number in the engine. Raises ``PromptError`` (it was not heard yet)."""
+        """Its number in the engine.
+
+        Raises:
+            PromptError: it was not heard yet.
+        """
         if self.heard is None or not self.heard.done():
             raise PromptError("the source was not heard yet: wait for the answer")
         return self.heard.result()
@@ -53,7 +57,11 @@ class SourceHandlers:
         self.handlers = {Kind.HEAR: self._hear, Kind.ALIGN: self._align, Kind.FORGET: self._forget}
 
     def number_of(self, source: int, model: object) -> int:
-        """Return the engine's number of a source of the client; 0 for 0. Raises ``PromptError`` (``model`` has none such)."""
+        """Return the engine's number of a source of the client; 0 for 0.
+
+        Raises:
+            PromptError: ``model`` has none such.
+        """
         return self._of_model(source, model).number if source else 0
 
     def close(self) -> None:
@@ -93,7 +101,11 @@ class SourceHandlers:
         return None
 
     def _begin(self, number: int, model: SpeechService) -> None:
-        """Make a source without features. Raises ``BusyError`` (there is one, or the client has too many)."""
+        """Make a source without features.
+
+        Raises:
+            BusyError: there is one, or the client has too many.
+        """
         if number in self._sources:
             raise BusyError(f"source {number} is there already: forget it first")
         self._session.count_source(model.id, 1, model.num_sources)

@@ -83,9 +83,11 @@ class OutputStream:
     ) -> CompileTimes | None:
         """Submit a request of the client; its outputs follow under the client's own ``number``.
 
-        ``source``: the one that the request sees. Return what its grammar took to compile; None without one. Raises
-        ``BusyError`` (the client or the engine has too many requests) and ``PromptError``, ``ConfigError`` (the request is not
-        one).
+        ``source``: the one that the request sees. Return what its grammar took to compile; None without one.
+
+        Raises:
+            BusyError: the client or the engine has too many requests.
+            PromptError, ConfigError: the request is not one.
         """
         if len(self._running) >= MAX_RUNNING:
             raise BusyError(f"this program has {MAX_RUNNING} requests that have not ended: wait for one")

@@ -29,8 +29,9 @@ MAX_SECONDS = 1800.0
 def compile_model(source: ModelSource, in_child: bool | None = None) -> ov.CompiledModel:
     """Return the compiled model of a source; ``in_child`` says where it is compiled, None for as the device needs it.
 
-    Raises ``DeviceError`` (the compiler crashed or refused the model) and ``RuntimeError`` (the same, for devices that
-    compile in this process).
+    Raises:
+        DeviceError: the compiler crashed or refused the model.
+        RuntimeError: the same, for devices that compile in this process.
     """
     if in_child is None:
         in_child = kind(source.device) not in IN_PROCESS and not is_virtual(source.device)

@@ -89,7 +89,9 @@ class LanguageModel:
     def snapshot(self, asked: Snapshot) -> int:
         """Save or load a snapshot, and return its number of tokens.
 
-        Raises ``ConfigError`` (a field is wrong) and ``SnapshotError`` (it cannot be saved or loaded).
+        Raises:
+            ConfigError: a field is wrong.
+            SnapshotError: it cannot be saved or loaded.
         """
         path = Path(asked.path)
         if not path.is_absolute():
@@ -103,7 +105,11 @@ class LanguageModel:
         )
 
     def claim(self, client: str, asked: Claim) -> None:
-        """Keep a conversation of a session of ``client`` longer than others. Raises ``ConfigError`` (a field is wrong)."""
+        """Keep a conversation of a session of ``client`` longer than others.
+
+        Raises:
+            ConfigError: a field is wrong.
+        """
         if not self.are_tokens(asked.tokens):
             raise ConfigError("CLAIM: tokens must be those of the model")
         check_scales(asked.adapters, self._num_adapters)
@@ -144,7 +150,11 @@ class LazyTokenizer:
         self._tokenizer: genai.Tokenizer | None = None
 
     def read(self) -> genai.Tokenizer:
-        """Return the tokenizer. Raises ``ModelError`` (it cannot be read)."""
+        """Return the tokenizer.
+
+        Raises:
+            ModelError: it cannot be read.
+        """
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = read_tokenizer(self._directory)
@@ -155,7 +165,11 @@ class LazyTokenizer:
         return EngineText(self.decode, GrammarCompiler(lambda: read_vocabulary(self.read())))
 
     def decode(self, tokens: list[int]) -> str:
-        """Return the text of tokens. Raises ``ModelError`` (the tokenizer cannot be read, or cannot decode them)."""
+        """Return the text of tokens.
+
+        Raises:
+            ModelError: the tokenizer cannot be read, or cannot decode them.
+        """
         try:
             text: str = self.read().decode(tokens)
         except RuntimeError as error:

@@ -62,8 +62,10 @@ class ModelSource:
 def source_of(message: Message) -> ModelSource:
     """Return the checked source that a ``MODEL`` message names.
 
-    Raises ``ProtocolError`` (a field is missing or of a wrong type), ``ModelError`` (a file is missing or damaged) and
-    ``ConfigError`` (a property is not a plain value).
+    Raises:
+        ProtocolError: a field is missing or of a wrong type.
+        ModelError: a file is missing or damaged.
+        ConfigError: a property is not a plain value.
     """
     asked = read_body(message, bodies.Model)
     xml = Path(asked.path if asked.spool is None else asked.spool)
@@ -225,7 +227,11 @@ def directory_source_of(message: Message) -> LanguageSource | SpeechSource:
 
 
 def _stamp_of(path: Path) -> Stamp:
-    """Return what changes with a file. Raises ``ModelError`` (it cannot be read)."""
+    """Return what changes with a file.
+
+    Raises:
+        ModelError: it cannot be read.
+    """
     try:
         return stamp_of(path)
     except OSError as error:

@@ -84,8 +84,9 @@ class ModelTable:
     def acquire(self, source: WantedModel) -> tuple[tuple[object, ...], SharedModel]:
         """Return the key and the compiled model of a source; it stays until ``release`` is called with the key.
 
-        Raises ``BusyError`` (the weights do not fit beside those of the other models) and ``Exception`` (the compilation
-        failed).
+        Raises:
+            BusyError: the weights do not fit beside those of the other models.
+            Exception: the compilation failed.
         """
         key = source.identity()
         with self._lock:

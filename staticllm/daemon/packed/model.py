@@ -153,7 +153,9 @@ class PackedModel:
     def replay(self, caller: Caller) -> Replay:
         """Return a request on the original model, for which ``caller`` pays. Compiles the model if it is the first one.
 
-        Raises ``RuntimeError`` (the device refuses the model) and ``ClosedError`` (the model was closed).
+        Raises:
+            RuntimeError: the device refuses the model.
+            ClosedError: the model was closed.
         """
         return Replay(self._original, caller)
 

@@ -62,7 +62,9 @@ class StateGuard:
     def check_state(self, index: int, values: Array) -> None:
         """Check the value of a state. A state of floats takes smaller types, too: the device converts them.
 
-        Raises ``PromptError`` (its type or shape is not that of the state) and ``IndexError`` (there is no such state).
+        Raises:
+            PromptError: its type or shape is not that of the state.
+            IndexError: there is no such state.
         """
         state = self._request.query_state()[index].state
         empty = self._empty[index]
@@ -79,7 +81,9 @@ class StateGuard:
     def write_state(self, index: int, values: Array) -> None:
         """Write values into the tensor of a state, as a program does natively. Whether that changes the state is the device's.
 
-        Raises ``PromptError`` (the type or shape is not that of the state) and ``IndexError`` (there is no such state).
+        Raises:
+            PromptError: the type or shape is not that of the state.
+            IndexError: there is no such state.
         """
         target = self._request.query_state()[index].state.data
         if (values.dtype, values.shape) != (target.dtype, target.shape):
@@ -108,7 +112,11 @@ class StateGuard:
         self.batch = None
 
     def _look(self) -> None:
-        """Find the sizes of the states. Raises ``PromptError`` (their sizes differ)."""
+        """Find the sizes of the states.
+
+        Raises:
+            PromptError: their sizes differ.
+        """
         shapes = [tuple(each.state.shape) for each in self._request.query_state()]
         grown = [shape for shape in shapes if 0 not in shape]
         rows = {shape[0] for shape in grown if shape}
@@ -218,7 +226,11 @@ class Caller:
     is_cancelled: bool = False
 
     def check(self) -> None:
-        """Check that the next call may begin. Raises ``ClosedError`` (the request was cancelled)."""
+        """Check that the next call may begin.
+
+        Raises:
+            ClosedError: the request was cancelled.
+        """
         if self.is_cancelled:
             raise ClosedError("the request was cancelled")
 
@@ -263,8 +275,10 @@ class Replay:
     def infer(self, inputs: Mapping[str, Array], wanted: Wanted = "all") -> Array:
         """Run a call as the original model does, and return its logits ``[B, S, V]``, or ``[B, 1, V]`` if the last are wanted.
 
-        Raises ``PromptError`` (the inputs do not fit the states), ``RuntimeError`` (OpenVINO refused the inputs) and
-        ``ClosedError`` (the request was cancelled; the states may be those of a part of the call).
+        Raises:
+            PromptError: the inputs do not fit the states.
+            RuntimeError: OpenVINO refused the inputs.
+            ClosedError: the request was cancelled; the states may be those of a part of the call.
         """
         known = {name: np.array(array) for name, array in inputs.items() if name in self._names}
         self._guard.check(known)

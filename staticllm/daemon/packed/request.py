@@ -68,9 +68,11 @@ def read_call(inputs: Mapping[str, Array], logs: Sequence[RowLog], limits: Engin
     """Return what a call means for the sequences with these ``logs``; there are none after a reset.
 
     Tokens that the mask hides, such as those of left padding, are dropped: no other token sees them, and positions do not
-    count them. Windows of the original count them, so that such tokens inside a row are unusual there. Raises
-    ``UnusualCallError`` (the call means something else) and ``PromptError`` (``beam_idx`` names a row that the last call
-    did not have; the original would read foreign memory).
+    count them. Windows of the original count them, so that such tokens inside a row are unusual there.
+
+    Raises:
+        UnusualCallError: the call means something else.
+        PromptError: ``beam_idx`` names a row that the last call did not have; the original would read foreign memory.
     """
     missing = {INPUT_IDS, ATTENTION_MASK, BEAM_IDX} - inputs.keys()
     if missing:

@@ -306,8 +306,9 @@ def compile_source(
 ) -> LanguageModel | PackedModel | PlainModel:
     """Compile the model of a client, with the number ``id``; only engines report progress.
 
-    Raises ``StaticLLMError`` (it cannot be read, or the device is missing or refuses it) and ``RuntimeError`` (OpenVINO
-    refuses it).
+    Raises:
+        StaticLLMError: it cannot be read, or the device is missing or refuses it.
+        RuntimeError: OpenVINO refuses it.
     """
     if isinstance(source, SpeechSource):
         return compile_speech_model(source, id, devices, on_progress)

@@ -33,8 +33,11 @@ OTHER_PROTOCOL = re.compile(r"speaks protocol \d+, the daemon (\d+):")
 def serve(folder: Path, limits: DaemonLimits | None = None, worker_of: int | None = None) -> None:
     """Be the daemon of a runtime folder until it is stopped, or idle for long. Log into ``daemon.log``.
 
-    ``worker_of``: the process that this daemon works for alone, and with which it ends. Raises ``StaticLLMError`` (another
-    daemon serves this folder) and ``ConfigError`` (there is no process ``worker_of``).
+    ``worker_of``: the process that this daemon works for alone, and with which it ends.
+
+    Raises:
+        StaticLLMError: another daemon serves this folder.
+        ConfigError: there is no process ``worker_of``.
     """
     from staticllm.daemon.process.daemon import (
         Daemon,  # the daemon alone needs the devices: its clients start faster without
@@ -65,7 +68,8 @@ def serve(folder: Path, limits: DaemonLimits | None = None, worker_of: int | Non
 def start(folder: Path, idle_seconds: float | None = None) -> int:
     """Start a daemon in the background, unless one serves the folder already, and return its process id when it listens.
 
-    Raises ``StaticLLMError`` (it does not listen in time; the message names its log).
+    Raises:
+        StaticLLMError: it does not listen in time; the message names its log.
     """
     found = status(folder)
     if found is None:
@@ -82,8 +86,10 @@ def start(folder: Path, idle_seconds: float | None = None) -> int:
 def stop(folder: Path) -> int | None:
     """End the daemon of a folder, and return its process id when it has ended; None if there is none.
 
-    One of another version is addressed in its own protocol: ``STATS`` and ``STOP`` are the same in all of them. Raises
-    ``StaticLLMError`` (it has not ended after ``STOP_SECONDS``).
+    One of another version is addressed in its own protocol: ``STATS`` and ``STOP`` are the same in all of them.
+
+    Raises:
+        StaticLLMError: it has not ended after ``STOP_SECONDS``.
     """
     protocol = PROTOCOL
     try:

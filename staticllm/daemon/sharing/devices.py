@@ -63,7 +63,11 @@ class Timeline:
             events.append(Event(track, name, start, seconds, queued, more or {}))
 
     def begin(self) -> None:
-        """Begin a recording. Raises ``ConfigError`` (another one is in progress)."""
+        """Begin a recording.
+
+        Raises:
+            ConfigError: another one is in progress.
+        """
         with self._lock:
             if self._events is not None:
                 raise ConfigError("another recording of the daemon is in progress: wait for its end")
@@ -77,7 +81,9 @@ class Timeline:
     def end(self, path: Path) -> int:
         """End the recording, write it to ``path``, and return its number of events.
 
-        Raises ``ConfigError`` (none is in progress) and ``OSError`` (the file cannot be written).
+        Raises:
+            ConfigError: none is in progress.
+            OSError: the file cannot be written.
         """
         with self._lock:
             events = self._events

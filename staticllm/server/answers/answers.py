@@ -78,7 +78,9 @@ class Answers:
         """Wait until the first answer is in the engine and all prompts are checked, so that errors of the request can still be
         its status.
 
-        Raises ``ApiError`` (too many requests wait) and ``StaticLLMError`` (the request is refused).
+        Raises:
+            ApiError: too many requests wait.
+            StaticLLMError: the request is refused.
         """
         self._first = await self._enter(0)
         others = {id(ask.prompt): ask for ask in self._asks if ask.prompt is not self._asks[0].prompt}
@@ -127,7 +129,8 @@ class Answers:
     def batches(self) -> AsyncGenerator[list[Part], None]:
         """Yield the increments and ends of all answers as they come, in lists of those that are ready at once.
 
-        Raises ``StaticLLMError`` (an answer failed).
+        Raises:
+            StaticLLMError: an answer failed.
         """
         assert self._first is not None, "begin was not called"
         return self._read(self._first) if len(self._asks) == 1 else self._read_all()
@@ -162,7 +165,8 @@ class Answers:
     async def parts(self) -> list[Part]:
         """Return all that ``batches`` yields, answer by answer, each with its increments as one unless they are tokens.
 
-        Raises ``StaticLLMError`` (an answer failed).
+        Raises:
+            StaticLLMError: an answer failed.
         """
         deltas: dict[int, list[TextDelta]] = {}
         is_by_token = self._asks[0].is_by_token
@@ -324,8 +328,9 @@ async def respond(
 
     Return a stream if ``stream`` is given, else a whole response. ``field`` has the prompt; errors name it.
 
-    Raises ``ApiError`` and ``StaticLLMError`` (the request is refused, or an answer failed) and ``ClientDisconnect`` (the
-    client has closed the connection).
+    Raises:
+        ApiError, StaticLLMError: the request is refused, or an answer failed.
+        ClientDisconnect: the client has closed the connection.
     """
     answers: Answers | None = None
     is_handed_over = False
@@ -357,7 +362,8 @@ async def respond(
 def _check_chars(asks: Sequence[Ask], limit: int, field: str) -> None:
     """Check that no prompt with its tools has more characters than a chat template may make, before it is rendered.
 
-    Raises ``ApiError`` (one has).
+    Raises:
+        ApiError: one has.
     """
     for ask in asks:
         num_chars = sum(map(len, _texts_in([ask.prompt, ask.options.get("tools")])))

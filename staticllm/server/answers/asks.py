@@ -80,7 +80,11 @@ class Ask:
 
     @classmethod
     def of(cls, prompt: Any, asked: AnswerFields, index: int = 0, priority: int = 0, is_proactive: bool = False) -> Ask:
-        """Return the ask for answer ``index``. Raises ``ApiError`` (fields contradict each other)."""
+        """Return the ask for answer ``index``.
+
+        Raises:
+            ApiError: fields contradict each other.
+        """
         num_outputs = asked.num_answers if asked.num_beams > 1 else 1
         options = options_of(asked, index)
         return cls(prompt, options, priority, asked.num_beams, asked.wants_logprobs, is_proactive, num_outputs)
@@ -99,7 +103,8 @@ class Ask:
 def schema_of(kind: str, schema: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     """Return what a ``response_format`` of OpenAI's kinds demands of an answer; None for any text.
 
-    Raises ``ApiError`` (it is ``json_schema`` without a schema).
+    Raises:
+        ApiError: it is ``json_schema`` without a schema.
     """
     if kind == "text":
         return None
@@ -113,7 +118,11 @@ def schema_of(kind: str, schema: Mapping[str, Any] | None) -> Mapping[str, Any] 
 
 
 def numbers_of(body: BaseModel, api: Api) -> dict[str, float]:
-    """Return the rows of the table of options that a body has. Raises ``ApiError`` (it has one by two names)."""
+    """Return the rows of the table of options that a body has.
+
+    Raises:
+        ApiError: it has one by two names.
+    """
     found: dict[str, float] = {}
     names: dict[str, str] = {}
     for name, option in http_fields(api).items():
@@ -132,7 +141,8 @@ def options_of(asked: AnswerFields, index: int = 0) -> dict[str, Any]:
 
     The number and the form of the answers are those of the request, whatever the model's own config has.
 
-    Raises ``ApiError`` (fields contradict each other).
+    Raises:
+        ApiError: fields contradict each other.
     """
     is_search = asked.num_beams > 1
     options = {
@@ -163,7 +173,8 @@ def options_of(asked: AnswerFields, index: int = 0) -> dict[str, Any]:
 def sampling_of(given: Mapping[str, object]) -> dict[str, Any]:
     """Return the options of ``StaticLLMPipeline.submit`` for rows of the table of options, as a file gives them to a model.
 
-    Raises ``ConfigError`` (a name is unknown or that of the seed, which requests have; a number is outside of its bounds).
+    Raises:
+        ConfigError: a name is unknown or that of the seed, which requests have; a number is outside of its bounds.
     """
     known = [name for name in SAMPLING if name != "rng_seed"]
     for name in given:

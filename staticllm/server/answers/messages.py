@@ -82,7 +82,8 @@ class Message(MessageFields):
     def as_template(self, where: str) -> dict[str, Any]:
         """Return the message as chat templates take it. ``where`` names it in errors.
 
-        Raises ``ApiError`` (a part is not text).
+        Raises:
+            ApiError: a part is not text.
         """
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
@@ -110,12 +111,20 @@ class Message(MessageFields):
 
 
 def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Return a conversation as chat templates take it. Raises ``ApiError`` (a part of a message is not text)."""
+    """Return a conversation as chat templates take it.
+
+    Raises:
+        ApiError: a part of a message is not text.
+    """
     return [message.as_template(f"messages.{index}") for index, message in enumerate(messages)]
 
 
 def text_of(content: str | Sequence[TextPart] | None, where: str) -> str:
-    """Return the text of a message. ``where`` names it in errors. Raises ``ApiError`` (a part is not text)."""
+    """Return the text of a message. ``where`` names it in errors.
+
+    Raises:
+        ApiError: a part is not text.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     found = []

@@ -31,7 +31,10 @@ def stated_class(call: ApiCall, model: ServedModel, tier: Tier | None = None) ->
     """Return whether a request is proactive; None if nothing says its class.
 
     The first of these that says it decides: ``service_tier``, the header, the client's entry in the config file, the option
-    ``WORK_CLASS`` of the model. Raises ``ApiError`` (the header has another value).
+    ``WORK_CLASS`` of the model.
+
+    Raises:
+        ApiError: the header has another value.
     """
     values = set(map(str.lower, call.request.headers.getlist(HEADER)))
     given = ", ".join(sorted(values)) if values else None
@@ -54,7 +57,8 @@ def stated_class(call: ApiCall, model: ServedModel, tier: Tier | None = None) ->
 def is_proactive(call: ApiCall, model: ServedModel, tier: Tier | None = None, priority: int = 0) -> bool:
     """Return whether a request for an answer is proactive: as stated, else if its priority is below 0.
 
-    Raises ``ApiError`` (as for ``stated_class``).
+    Raises:
+        ApiError: as for ``stated_class``.
     """
     stated = stated_class(call, model, tier)
     return priority < 0 if stated is None else stated

@@ -34,7 +34,11 @@ class Uploads:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count one during a block. Raises ``ApiError`` (429: there are too many)."""
+        """Count one during a block.
+
+        Raises:
+            ApiError: 429: there are too many.
+        """
         if self._count >= self._limit:
             raise busy(f"{self._count} recordings are uploaded or wait: try again later")
         self._count += 1
@@ -71,8 +75,9 @@ class _LimitedReceive:
 async def read_form(request: Request, max_bytes: int, seconds: float) -> FormData:
     """Return the parts of a body, which ``close`` removes. Files are at most ``max_bytes`` long.
 
-    Raises ``ApiError`` (it is no form, damaged or has too many parts (400), is too large (413), or takes too long (408)) and
-    ``ClientDisconnect`` (the client has gone).
+    Raises:
+        ApiError: it is no form, damaged or has too many parts (400), is too large (413), or takes too long (408).
+        ClientDisconnect: the client has gone.
     """
     from python_multipart.exceptions import FormParserError
 
@@ -97,7 +102,8 @@ async def read_form(request: Request, max_bytes: int, seconds: float) -> FormDat
 def checked_form(form: FormData, max_bytes: int) -> Form:
     """Return the file of a form, and its other fields. Those that are empty count as absent: a form has no null.
 
-    Raises ``ApiError`` (the file is missing, empty or too large, or a field is given twice).
+    Raises:
+        ApiError: the file is missing, empty or too large, or a field is given twice.
     """
     values: dict[str, Any] = {}
     file = form.get("file")

@@ -70,8 +70,9 @@ class ConnectionLimit:
 async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
     """Return the body of a request.
 
-    Raises ``ApiError`` (its headers contradict each other (400), it is too large (413), or takes too long (408)) and
-    ``ClientDisconnect`` (the client has gone).
+    Raises:
+        ApiError: its headers contradict each other (400), it is too large (413), or takes too long (408).
+        ClientDisconnect: the client has gone.
     """
     check_headers(request, max_bytes)
     try:
@@ -83,7 +84,8 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
 def check_headers(request: Request, max_bytes: int, knob: str = "--max-body-mb") -> None:
     """Check what the headers say of the length of a body. ``knob``: the option of the server that limits it.
 
-    Raises ``ApiError`` (they contradict each other (400), or it is too large (413)).
+    Raises:
+        ApiError: they contradict each other (400), or it is too large (413).
     """
     if "transfer-encoding" in request.headers and "content-length" in request.headers:  # behind another server's parser
         message = "a request with both Content-Length and Transfer-Encoding says two lengths: send one of them"

@@ -100,7 +100,10 @@ class Admission:
 
         Without ``is_request`` they are for a further answer of a request that runs. ``priority`` orders those of this client: no
         client goes before another by saying so. If the queue is full, the client with the most waiting requests loses its last
-        one, if this client would have fewer. Raises ``ApiError`` (429: ``max_waiting`` requests wait).
+        one, if this client would have fewer.
+
+        Raises:
+            ApiError: 429: ``max_waiting`` requests wait.
         """
         if client not in self._clients:
             self.shares.begin(client)

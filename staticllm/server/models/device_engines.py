@@ -29,7 +29,11 @@ class DeviceEngine:
         return self._hosts[-1][0]
 
     def add_jobs(self, source: JobSource) -> None:
-        """Run the jobs of a source until ``remove_jobs``. Raises ``ClosedError`` (the server has ended)."""
+        """Run the jobs of a source until ``remove_jobs``.
+
+        Raises:
+            ClosedError: the server has ended.
+        """
         with self._lock:
             self._hosts[-1][1].add_jobs(source)
             self._sources.append(source)

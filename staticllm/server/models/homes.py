@@ -64,7 +64,11 @@ class ModelHome(UserDaemon):
 
     @property
     def engine(self) -> RemoteEngine:
-        """The engine of the model. Any thread may read it. Raises ``ClosedError`` (no model is loaded)."""
+        """The engine of the model. Any thread may read it.
+
+        Raises:
+            ClosedError: no model is loaded.
+        """
         engine = self._engine
         if engine is None:
             raise ClosedError("the model is not loaded")
@@ -89,7 +93,11 @@ class WorkerHome(ModelHome):
 
     @property
     def folder(self) -> Path:
-        """The private runtime folder of the process. Raises ``EndpointError`` (it cannot be made)."""
+        """The private runtime folder of the process.
+
+        Raises:
+            EndpointError: it cannot be made.
+        """
         if self._folder is None:
             base = endpoint.runtime_folder()
             _sweep(base)
@@ -111,7 +119,9 @@ class WorkerHome(ModelHome):
     def start(self) -> None:
         """Start the process; after a crash of the one before, that is counted against its blob set.
 
-        Raises ``EndpointError`` (it does not listen in time) and ``ProcessLostError`` (it crashed or was killed meanwhile).
+        Raises:
+            EndpointError: it does not listen in time.
+            ProcessLostError: it crashed or was killed meanwhile.
         """
         self._bury()
         folder = self.folder

@@ -88,7 +88,8 @@ class ModelHub:
     def find(self, name: str | None, kind: str) -> ServedModel:
         """Return the model of a request. Without a name it is the first of its kind.
 
-        Raises ``ApiError`` (there is none (404), or it is of another kind (400)).
+        Raises:
+            ApiError: there is none (404), or it is of another kind (400).
         """
         if name is None:
             model = next((each for each in self.models.values() if each.spec.kind == kind), None)
@@ -108,7 +109,11 @@ class ModelHub:
         return model
 
     def named(self, name: str) -> ServedModel:
-        """Return the model of this name. Raises ``ApiError`` (there is none (404))."""
+        """Return the model of this name.
+
+        Raises:
+            ApiError: there is none (404).
+        """
         model = self.models.get(name)
         if model is None:
             message = f"The model {name[:200]!r} does not exist: the models are {self._listed()}"
@@ -121,8 +126,9 @@ class ModelHub:
     async def acquire(self, model: ServedModel) -> None:
         """Load a model if necessary, and keep it loaded until ``release``.
 
-        Raises ``ApiError`` (too many requests wait for a model to be loaded, or memory for it is in use) and ``StaticLLMError``
-        (it cannot be loaded).
+        Raises:
+            ApiError: too many requests wait for a model to be loaded, or memory for it is in use.
+            StaticLLMError: it cannot be loaded.
         """
         model.enter()
         current_record().model = model.spec.name
@@ -214,7 +220,8 @@ class ModelHub:
     async def _loaded(self, model: ServedModel) -> Loaded:
         """Load a model, and once more if its process ended meanwhile: a server ends if its first model cannot be loaded.
 
-        Raises ``StaticLLMError`` (it cannot be loaded).
+        Raises:
+            StaticLLMError: it cannot be loaded.
         """
         settings = self._settings
         home = self._home_of(model)
@@ -255,7 +262,8 @@ class ModelHub:
     async def _make_room(self, model: ServedModel, limit: int) -> None:
         """Unload the models that were not used for the longest time, until this one fits.
 
-        Raises ``ApiError`` (it needs more than the limit by itself, or the others are in use).
+        Raises:
+            ApiError: it needs more than the limit by itself, or the others are in use.
         """
         options = options_of(model.spec, self._settings)
         estimate = partial(model.estimate, options.device, options.properties)
@@ -327,7 +335,8 @@ class ModelHub:
     async def _reload(self, model: ServedModel) -> None:
         """Load a model again, in another process. The caller holds the lock.
 
-        Raises ``StaticLLMError`` (that failed; the next request tries again).
+        Raises:
+            StaticLLMError: that failed; the next request tries again.
         """
         assert model.home is not None, "it runs in this process"
         start = time.monotonic()

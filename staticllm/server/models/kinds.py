@@ -89,7 +89,11 @@ class ServedKind(ABC):
     """The IRs in the directory of such a model."""
 
     def check(self, directory: Path) -> Path:
-        """Return the directory of a model of this kind. Raises ``ModelError`` (a file is missing or damaged)."""
+        """Return the directory of a model of this kind.
+
+        Raises:
+            ModelError: a file is missing or damaged.
+        """
         return check_model_dir(directory, self.needs_tokenizer)
 
     def has_files(self, directory: Path) -> bool:
@@ -103,7 +107,11 @@ class ServedKind(ABC):
 
     @abstractmethod
     def load(self, wanted: Wanted) -> Pipeline:
-        """Load a model. Raises ``StaticLLMError`` (it cannot be loaded)."""
+        """Load a model.
+
+        Raises:
+            StaticLLMError: it cannot be loaded.
+        """
 
     @abstractmethod
     def option_names(self, device: str) -> frozenset[str]:
@@ -113,7 +121,9 @@ class ServedKind(ABC):
     def check_options(self, device: str, properties: Mapping[str, object]) -> None:
         """Check the options of a model before it is loaded.
 
-        Raises ``ConfigError`` (one is unknown or impossible) and ``DeviceError`` (the device is not on this machine).
+        Raises:
+            ConfigError: one is unknown or impossible.
+            DeviceError: the device is not on this machine.
         """
 
     def num_seqs(self, pipeline: Any, device: str) -> int:
@@ -132,7 +142,11 @@ class ServedKind(ABC):
         return job_in(path, device, {})
 
     def estimate(self, path: Path, device: str, properties: Mapping[str, object]) -> int:
-        """Return the bytes that a model needs on a device, by estimate. Raises ``StaticLLMError`` (it cannot be lowered)."""
+        """Return the bytes that a model needs on a device, by estimate.
+
+        Raises:
+            StaticLLMError: it cannot be lowered.
+        """
         job = self.job(path, device, properties)
         return diagnosis_of(job.kind.name).estimate(job).needed
 
@@ -284,7 +298,8 @@ SERVED: dict[str, ServedKind] = {
 def found_model(path: str) -> tuple[Path, str]:
     """Return the directory of the model at a path, or of a name in the cache of Hugging Face, and the name of its kind.
 
-    Raises ``ModelError`` (there is none, none of the kinds fits, or a file is missing or damaged).
+    Raises:
+        ModelError: there is none, none of the kinds fits, or a file is missing or damaged.
     """
     found = located(path)
     if found.kind is not SPEECH:
@@ -301,7 +316,11 @@ def found_model(path: str) -> tuple[Path, str]:
 
 
 def served_kind(directory: Path) -> str:
-    """Return the name of the kind of the model in a directory. Raises ``ModelError`` (none fits, or a file is damaged)."""
+    """Return the name of the kind of the model in a directory.
+
+    Raises:
+        ModelError: none fits, or a file is damaged.
+    """
     model = read_model(get_core(), directory)
     name = next((kind.name for kind in SERVED.values() if kind.fits(model, directory)), None)
     if name is None:
@@ -312,7 +331,8 @@ def served_kind(directory: Path) -> str:
 def estimated_size(kind: ServedKind, path: Path, device: str, properties: Mapping[str, object]) -> int:
     """Return the bytes that a model needs on the first of the devices that is present, as ``staticllm plan`` estimates them.
 
-    Raises ``StaticLLMError`` (it cannot be lowered).
+    Raises:
+        StaticLLMError: it cannot be lowered.
     """
     return kind.estimate(path, first_device(device.partition("#")[0]), properties)
 
@@ -320,7 +340,8 @@ def estimated_size(kind: ServedKind, path: Path, device: str, properties: Mappin
 def devices_of(device: str, options: PoolOptions) -> str:
     """Return the devices of an encoder: all of them if they embed together, else the first one that is present.
 
-    Raises ``StaticLLMError`` (none is).
+    Raises:
+        StaticLLMError: none is.
     """
     if "#" in device:
         return device
@@ -330,7 +351,11 @@ def devices_of(device: str, options: PoolOptions) -> str:
 
 
 def first_device(device: str) -> str:
-    """Return the first of the named devices that is present. Raises ``StaticLLMError`` (none is)."""
+    """Return the first of the named devices that is present.
+
+    Raises:
+        StaticLLMError: none is.
+    """
     error: StaticLLMError = ModelError("no device")
     for name in named_devices(device, get_core().available_devices):
         try:

@@ -36,7 +36,8 @@ def options_of(spec: ModelSpec, settings: ServerSettings) -> ModelOptions:
 def check_options(specs: Sequence[ModelSpec], settings: ServerSettings) -> None:
     """Check the options of all models before the first one is loaded.
 
-    Raises ``ConfigError`` (a model does not know an option of its own, none knows one that is for all, or a value is impossible).
+    Raises:
+        ConfigError: a model does not know an option of its own, none knows one that is for all, or a value is impossible.
     """
     for name, value in settings.properties.items():
         if not any(name in SERVED[spec.kind].option_names(spec.device or settings.device) for spec in specs):
@@ -70,8 +71,10 @@ def by_model(
     """Return the models with the options that are named ``MODEL:NAME``, and the other options, which are for all.
 
     ``arguments``: what the user gave for each model; a model is named by its name, or by its path as it was
-    given. Raises
-    ``ConfigError`` (a model is not served).
+    given.
+
+    Raises:
+        ConfigError: a model is not served.
     """
     indices = {str(spec.path): index for index, spec in enumerate(specs)}
     for index, argument in enumerate(arguments):
@@ -97,7 +100,11 @@ def by_model(
 
 
 def _work_class(properties: dict[str, Any], default: str | None) -> str | None:
-    """Take the class of work out of options, and return it. Raises ``ConfigError`` (it is none)."""
+    """Take the class of work out of options, and return it.
+
+    Raises:
+        ConfigError: it is none.
+    """
     found = properties.pop("WORK_CLASS", default)
     if found is None or found in WORK_CLASSES:
         return None if found is None else str(found)

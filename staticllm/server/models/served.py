@@ -63,8 +63,9 @@ def model_spec(argument: str) -> ModelSpec:
     """Return the model of ``NAME=PATH`` or ``PATH``; of a path alone, the name is that of the folder, and
     of a name on Hugging Face that one.
 
-    Raises ``ModelError`` (the directory is missing, half-written, or holds no model that can be served) and ``ConfigError`` (the
-    name is empty).
+    Raises:
+        ModelError: the directory is missing, half-written, or holds no model that can be served.
+        ConfigError: the name is empty.
     """
     name, equals, path = argument.partition("=")
     if not equals or Path(argument).is_dir():
@@ -180,7 +181,8 @@ class ServedModel:
     def estimate(self, device: str, properties: Mapping[str, object]) -> int:
         """Return the bytes that it needs, by estimate. The first call takes seconds.
 
-        Raises ``StaticLLMError`` (it cannot be lowered for the device).
+        Raises:
+            StaticLLMError: it cannot be lowered for the device.
         """
         if self.size is None:
             self.size = estimated_size(self.kind, self.spec.path, device, properties)
@@ -297,7 +299,8 @@ class ServedModel:
     def calls_after(self, number: int) -> dict[str, Any]:
         """Return what the engine of a chat model has done since the call or answer of this number. Any thread may call.
 
-        Raises ``ClosedError`` (it is not loaded, or its process has ended).
+        Raises:
+            ClosedError: it is not loaded, or its process has ended.
         """
         loaded = self.loaded
         if loaded is None:
@@ -315,7 +318,11 @@ def load_pipeline(
     is_apart: bool = False,
     engines: DeviceEngines | None = None,
 ) -> Pipeline:
-    """Load a model; the arguments are those of ``Wanted``. Raises ``StaticLLMError`` (it cannot be loaded)."""
+    """Load a model; the arguments are those of ``Wanted``.
+
+    Raises:
+        StaticLLMError: it cannot be loaded.
+    """
     return SERVED[spec.kind].load(
         Wanted(spec.path, device, properties, on_progress, daemon, is_apart, spec.name, engines)
     )

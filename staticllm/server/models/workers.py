@@ -37,8 +37,11 @@ class Workers:
     ) -> Result:
         """Call ``function`` in a thread and return what it returns.
 
-        ``on_abandoned`` gets the result if the caller was cancelled meanwhile. Raises ``ApiError`` (429: too many calls
-        wait) and ``Exception`` (``function`` raised it).
+        ``on_abandoned`` gets the result if the caller was cancelled meanwhile.
+
+        Raises:
+            ApiError: 429: too many calls wait.
+            Exception: ``function`` raised it.
         """
         if self._num_calls >= self._limit:
             raise busy(f"{self._num_calls} requests are being read or tokenized: try again later", knob="")
@@ -62,7 +65,8 @@ class Workers:
     async def run_within(self, seconds: float, function: Callable[[], Result]) -> Result:
         """As ``run``, for what asks another process: one that does not answer in time holds its thread, but not the caller.
 
-        Raises ``ApiError`` (it took longer (status 503), or too many calls wait (429)).
+        Raises:
+            ApiError: it took longer (status 503), or too many calls wait (429).
         """
         try:
             return await asyncio.wait_for(self.run(function), seconds)

@@ -47,7 +47,8 @@ async def _vectors(
 ) -> tuple[list[list[float]], int, float]:
     """Return the vectors, the number of tokens, and the moment at which the model was loaded.
 
-    Raises ``ApiError`` (the model does not exist or is of another kind, or a text is too long and ``truncate`` is false).
+    Raises:
+        ApiError: the model does not exist or is of another kind, or a text is too long and ``truncate`` is false.
     """
     hub = call.state.hub
     seconds = None if body.keep_alive is None else seconds_of(body.keep_alive)

@@ -173,7 +173,8 @@ def served_name(hub: ModelHub, name: str) -> str:
 def seconds_of(keep_alive: float | str) -> float:
     """Return the seconds of ``keep_alive``: a number of them, or Go's ``5m``, ``1h30m``; negative ones are ``math.inf``.
 
-    Raises ``ApiError`` (it is neither).
+    Raises:
+        ApiError: it is neither.
     """
     if isinstance(keep_alive, (int, float)):
         return math.inf if keep_alive < 0 else float(keep_alive)

@@ -43,7 +43,8 @@ def asked_of(
     As in Ollama, a prompt that is too long is shortened unless ``truncate`` is false, an answer that reaches the end of the
     context goes on unless ``shift`` is false, and without ``num_predict`` it has at most ten times the context's tokens.
 
-    Raises ``ApiError`` (fields contradict each other, or ask for what is not there).
+    Raises:
+        ApiError: fields contradict each other, or ask for what is not there.
     """
     if body.top_logprobs:
         raise ApiError(400, "top_logprobs is not supported: only the chosen tokens have log-probabilities")
@@ -81,7 +82,8 @@ def _thinking(think: bool | str | None) -> dict[str, Any]:
 def template_messages(messages: list[OllamaMessage]) -> list[dict[str, Any]]:
     """Return a conversation as chat templates take it: OpenAI's messages, in which arguments are text.
 
-    Raises ``ApiError`` (a message has images).
+    Raises:
+        ApiError: a message has images.
     """
     return [_template_message(message, index) for index, message in enumerate(messages)]
 
@@ -138,7 +140,8 @@ async def generate(call: ApiCall, body: OllamaGenerateRequest) -> Response:
 def find_chat_model(call: ApiCall, name: str) -> ServedModel:
     """Return the chat model of a request.
 
-    Raises ``ApiError`` (there is none of this name (404), or it is of another kind (400)).
+    Raises:
+        ApiError: there is none of this name (404), or it is of another kind (400).
     """
     return call.state.hub.find(served_name(call.state.hub, name), "chat")
 
@@ -194,7 +197,8 @@ def _say_ignored(call: ApiCall, model: ServedModel, body: OllamaGeneration) -> N
 def _check(body: OllamaGeneration, tools: Sequence[OllamaTool], facts: ModelFacts) -> None:
     """Check that the model can do what a request asks for.
 
-    Raises ``ApiError`` (it does not reason, or its template shows it no tools).
+    Raises:
+        ApiError: it does not reason, or its template shows it no tools.
     """
     if body.think and not facts.has_reasoning:
         raise ApiError(400, f"{body.model!r} does not support thinking: leave think out")

@@ -71,7 +71,11 @@ class ChatRequest(SamplingFields):
         return self.logprobs
 
     def asked_chat(self) -> AnswerFields:
-        """Return what a request asks for. Raises ``ApiError`` (fields contradict each other, or ask for what is not there)."""
+        """Return what a request asks for.
+
+        Raises:
+            ApiError: fields contradict each other, or ask for what is not there.
+        """
         limits = {self.max_tokens, self.max_completion_tokens, self.max_output_tokens} - {None}
         if len(limits) > 1:
             raise ApiError(

@@ -132,7 +132,10 @@ def _top_n(call: ApiCall, body: RerankRequest, model: ServedModel) -> int | None
 def text_priority(call: ApiCall, model: ServedModel, tier: Tier | None, default: int) -> int:
     """Return the priority of texts: that of queries if their class is reactive, that of documents if it is proactive.
 
-    ``default`` if nothing says the class. Raises ``ApiError`` (as for ``stated_class``).
+    ``default`` if nothing says the class.
+
+    Raises:
+        ApiError: as for ``stated_class``.
     """
     stated = stated_class(call, model, tier)
     return default if stated is None else DOCUMENT_PRIORITY if stated else QUERY_PRIORITY

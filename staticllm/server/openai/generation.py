@@ -80,7 +80,8 @@ class SamplingFields(number_fields(IgnoredFields, "openai"), TierFields):  # typ
     def asked(self, **rest: Any) -> AnswerFields:
         """Return what these fields ask for; ``rest`` are the fields of ``AnswerFields`` that the endpoint adds.
 
-        Raises ``ApiError`` (fields contradict each other).
+        Raises:
+            ApiError: fields contradict each other.
         """
         numbers = numbers_of(self, "openai")
         if self.is_search and self.stream:

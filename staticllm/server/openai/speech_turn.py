@@ -63,7 +63,9 @@ class SpeechTurn:
     async def begin(self) -> None:
         """Load the model if necessary, and wait for the turn.
 
-        Raises ``ApiError`` (too many requests wait) and ``StaticLLMError`` (the model cannot be loaded).
+        Raises:
+            ApiError: too many requests wait.
+            StaticLLMError: the model cannot be loaded.
         """
         name = self._model.spec.name
         await self._state.hub.acquire(self._model)
@@ -79,7 +81,9 @@ class SpeechTurn:
     async def read(self, file: UploadFile) -> None:
         """Read the file in a thread.
 
-        Raises ``PromptError`` (it is no recording, damaged or too long) and ``ApiError`` (a package is missing (501)).
+        Raises:
+            PromptError: it is no recording, damaged or too long.
+            ApiError: a package is missing (501).
         """
         content = cast(IO[bytes], file.file)
         limit = self._state.settings.max_audio
@@ -97,7 +101,11 @@ class SpeechTurn:
         self._seconds = len(recording.samples) / self._model.speech.sampling_rate
 
     async def submit(self, options: Mapping[str, Any]) -> None:
-        """Begin to transcribe. Raises ``StaticLLMError`` (an option is impossible)."""
+        """Begin to transcribe.
+
+        Raises:
+            StaticLLMError: an option is impossible.
+        """
         samples = self._samples
         assert samples is not None, "read was not called"
         self._samples = None
@@ -128,7 +136,11 @@ class SpeechTurn:
             yield text
 
     async def heard(self) -> Heard:
-        """Return the transcription at its end. Raises ``StaticLLMError`` (it failed, or the server is stopping)."""
+        """Return the transcription at its end.
+
+        Raises:
+            StaticLLMError: it failed, or the server is stopping.
+        """
         assert self._handle is not None, "submit was not called"
         try:
             results = await self._handle

@@ -32,7 +32,8 @@ CONNECT_SECONDS = 5.0
 def application(args: ClusterSettings) -> serve.Application:
     """Return the application. ``serve run staticllm.server.ray_app:app models=/path/a,/path/b max_replicas=3`` calls it.
 
-    Raises ``StaticLLMError`` (a model is missing on this machine, or the settings are not safe).
+    Raises:
+        StaticLLMError: a model is missing on this machine, or the settings are not safe.
     """
     args.of_replica()
     specs = args.specs()
@@ -74,7 +75,11 @@ def _deployment(group: str, settings: ClusterSettings) -> serve.Deployment:
 
 
 def settings_of(values: dict[str, Any]) -> ClusterSettings:
-    """Return checked settings. Raises ``ConfigError`` (one is unknown or impossible)."""
+    """Return checked settings.
+
+    Raises:
+        ConfigError: one is unknown or impossible.
+    """
     try:
         return ClusterSettings(**values)
     except ValidationError as error:
@@ -115,7 +120,11 @@ def serve_on_cluster(
 
 
 def _free_address(settings: ClusterSettings, port: int) -> tuple[str, int]:
-    """Return the URL and the port of an address that is free now. Raises ``ConfigError`` if the address cannot be used."""
+    """Return the URL and the port of an address that is free now.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
     from dataclasses import replace
 
     with listen(replace(settings.of_replica(), port=port)) as listener:
@@ -123,7 +132,11 @@ def _free_address(settings: ClusterSettings, port: int) -> tuple[str, int]:
 
 
 def _check_address(address: str) -> None:
-    """Check that something listens there: Ray itself waits for minutes. Raises ``ConfigError`` if nothing does."""
+    """Check that something listens there: Ray itself waits for minutes.
+
+    Raises:
+        ConfigError: nothing does.
+    """
     host, _, port = address.rpartition("/")[2].rpartition(":")
     if address == "auto":
         return

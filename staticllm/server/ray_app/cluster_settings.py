@@ -76,7 +76,8 @@ class ClusterSettings(BaseModel):
     def specs(self) -> Sequence[ModelSpec]:
         """Return the served models.
 
-        Raises ``StaticLLMError`` (the directory of one is missing on this machine, holds no model, or one of speech).
+        Raises:
+            StaticLLMError: the directory of one is missing on this machine, holds no model, or one of speech.
         """
         found = [model_spec(model) for model in self.models] or [demo_spec()]
         if speech := next((spec for spec in found if spec.kind == "speech"), None):
@@ -88,7 +89,8 @@ class ClusterSettings(BaseModel):
     def of_replica(self) -> ServerSettings:
         """Return the settings of the server inside a replica.
 
-        Raises ``ConfigError`` (other machines could connect without a key).
+        Raises:
+            ConfigError: other machines could connect without a key.
         """
         settings = ServerSettings(
             host=self.host,

@@ -95,7 +95,8 @@ class Ingress:
     def _relay(self, request: Request, body: bytes) -> Relay:
         """Read a request, and return its way to a replica. Runs in a thread: long bodies take long.
 
-        Raises ``ApiError`` (the body has too many parts to be parsed).
+        Raises:
+            ApiError: the body has too many parts to be parsed.
         """
         check_json(body)
         values = _values(body)

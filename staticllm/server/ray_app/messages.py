@@ -72,7 +72,8 @@ def _collect(value: object, parts: list[str]) -> None:
 async def answer_parts(app: ASGIApp, request: ReplicaRequest) -> AsyncGenerator[ReplicaHead | bytes, None]:
     """Yield the head of an answer, then the parts of its body. For the application, a closed generator is a client that has gone.
 
-    Raises ``Exception`` (what the application raises).
+    Raises:
+        Exception: what the application raises.
     """
     parts: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(MAX_PARTS)
     has_gone = asyncio.Event()

@@ -41,7 +41,8 @@ class Relay:
     async def begin(self) -> ReplicaHead:
         """Return the head of the answer. An answer that is no stream has come whole then.
 
-        Raises ``ApiError`` (too many requests wait (503), or every replica that was asked was lost (502)).
+        Raises:
+            ApiError: too many requests wait (503), or every replica that was asked was lost (502).
         """
         try:
             head = await self._begin()
@@ -106,7 +107,9 @@ class Relay:
     async def _begin(self) -> ReplicaHead:
         """Ask a replica, and return the head of its answer.
 
-        Raises ``LostError`` (every replica that was asked was lost) and ``ApiError`` (too many requests wait).
+        Raises:
+            LostError: every replica that was asked was lost.
+            ApiError: too many requests wait.
         """
         while self._num_attempts < MAX_ATTEMPTS:
             if self._num_attempts:

@@ -59,7 +59,11 @@ class EventReplay:
             each.restart()
 
     def take(self, part: bytes) -> bytes:
-        """Return what of a part of the answer is new. Raises ``DivergedError`` (the texts differ from those that were sent)."""
+        """Return what of a part of the answer is new.
+
+        Raises:
+            DivergedError: the texts differ from those that were sent.
+        """
         *events, self._rest = (self._rest + part).split(b"\n\n")
         return b"".join(self._event(event) for event in events)
 

@@ -101,7 +101,8 @@ class Replica:
     async def check_health(self) -> None:
         """Tell Ray whether requests can be served. Ray calls it every few seconds, and replaces a replica that raises.
 
-        Raises ``ModelError`` (a device fails every call).
+        Raises:
+            ModelError: a device fails every call.
         """
         name = self._watch.failing(self._state.hub.loaded)
         if name is not None:

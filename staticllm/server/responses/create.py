@@ -79,7 +79,8 @@ def asked_of(body: ResponsesRequest, max_seq_len: int | None) -> AnswerFields:
     With ``truncation`` a prompt or conversation that is too long loses its middle; without a limit of its own the answer then has
     at most ``max_seq_len`` tokens.
 
-    Raises ``ApiError`` (fields contradict each other, or ask for what is not there).
+    Raises:
+        ApiError: fields contradict each other, or ask for what is not there.
     """
     is_truncated = body.truncation != "disabled"
     effort = body.reasoning.effort
@@ -149,7 +150,8 @@ class ResponseMaker:
     def check(self) -> None:
         """Check that what the answer and the store repeat of the request can be written as JSON.
 
-        Raises ``ApiError`` (a number is outside the range of JSON's readers, such as 1e999, which was read as infinite).
+        Raises:
+            ApiError: a number is outside the range of JSON's readers, such as 1e999, which was read as infinite.
         """
         try:
             to_json([self.unfinished(), self._conversation, input_items(self._body.input)])

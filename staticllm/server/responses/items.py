@@ -23,7 +23,8 @@ def new_id(kind: str) -> str:
 def resolved(items: str | list[InputItem], store: ResponseStore, owner: str) -> str | list[InputItem]:
     """Return the input of a request with the items that the server remembers in place of references to them.
 
-    Raises ``ApiError`` (an item is unknown or was forgotten (404), or is named twice (400)).
+    Raises:
+        ApiError: an item is unknown or was forgotten (404), or is named twice (400).
     """
     if isinstance(items, str) or not any(item.type == "item_reference" for item in items):
         return items
@@ -50,7 +51,8 @@ def resolved(items: str | list[InputItem], store: ResponseStore, owner: str) -> 
 def messages_of(items: str | list[InputItem]) -> list[Message]:
     """Return the messages of a request's input. Calls and reasoning join the assistant's message that they belong to.
 
-    Raises ``ApiError`` (a part is not text, or an item lacks what its type needs).
+    Raises:
+        ApiError: a part is not text, or an item lacks what its type needs.
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}] if items else []

@@ -107,7 +107,11 @@ class ResponseStore:
         return found.restored()
 
     def previous(self, id: str, owner: str) -> StoredResponse:
-        """Return the answer that a request continues. Raises ``ApiError`` (it is unknown or was forgotten (400))."""
+        """Return the answer that a request continues.
+
+        Raises:
+            ApiError: it is unknown or was forgotten (400).
+        """
         found = self.find(id, owner)
         if found is None:
             raise ApiError(
@@ -119,7 +123,11 @@ class ResponseStore:
         return found
 
     def get(self, id: str, owner: str) -> StoredResponse:
-        """Return an answer. Raises ``ApiError`` (it is unknown or was forgotten (404))."""
+        """Return an answer.
+
+        Raises:
+            ApiError: it is unknown or was forgotten (404).
+        """
         found = self.find(id, owner)
         if found is None:
             raise ApiError(
@@ -128,7 +136,11 @@ class ResponseStore:
         return found
 
     def remove(self, id: str, owner: str) -> None:
-        """Forget an answer. Raises ``ApiError`` (it is unknown or was forgotten (404))."""
+        """Forget an answer.
+
+        Raises:
+            ApiError: it is unknown or was forgotten (404).
+        """
         self.get(id, owner)
         with self._lock:
             self._forget(id)
