@@ -141,14 +141,24 @@ def _stamp(path: Path) -> tuple[int, int]:
 
 
 def check_wheel(python: Path) -> None:
-    """Build the wheel, install it into a clean environment, and run it outside the checkout."""
+    """Build the wheel of the working tree, and try it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        run(python, "-m", "build", "--wheel", "--outdir", scratch)
+        (wheel,) = Path(scratch).glob("*.whl")
+        check_size(wheel)
+        try_wheel(wheel)
+
+
+def check_size(wheel: Path) -> None:
+    print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB")
+    if wheel.stat().st_size > MAX_WHEEL_BYTES:
+        sys.exit(f"{wheel.name} is larger than {MAX_WHEEL_BYTES / 2**20:.0f} MiB")
+
+
+def try_wheel(wheel: Path) -> None:
+    """Install a wheel into a clean environment, and run it outside the checkout."""
     with tempfile.TemporaryDirectory() as scratch:
         where = Path(scratch)
-        run(python, "-m", "build", "--wheel", "--outdir", where)
-        (wheel,) = where.glob("*.whl")
-        print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB")
-        if wheel.stat().st_size > MAX_WHEEL_BYTES:
-            sys.exit(f"{wheel.name} is larger than {MAX_WHEEL_BYTES / 2**20:.0f} MiB")
         make_environment(where / "clean")
         clean = where / "clean" / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
         run(clean, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wheel, cwd=where)

@@ -39,7 +39,7 @@ def test_the_copy_follows_a_checkout_that_changes(check, tmp_path):
     drawn = random.Random(3)
     source, copy, fresh = (tmp_path / name for name in ("source", "copy", "fresh"))
     folders = [*check.FOLDERS, "staticllm/cli", "kvcache/pages", "scripts", "scripts/papers", "examples"]
-    for round_ in range(30):
+    for round_ in range(12):
         for _ in range(4):
             path = source / drawn.choice(folders) / f"{drawn.choice('abc')}.py"
             if path.is_file() and drawn.random() < 0.4:
