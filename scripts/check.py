@@ -1,4 +1,4 @@
-"""Runs all checks except the tests: ruff, mypy and pyright on the installed package, sizes, the wheel and a smoke run.
+"""Runs all checks except the tests: ruff, mypy, pyright, sizes, generated pages, the docs' site, the wheel and a smoke run.
 
 python scripts/check.py              # all checks
 python scripts/check.py --no-wheel
@@ -55,7 +55,7 @@ def main() -> None:
         check_types(python)
         if any(name.endswith(".md") for name in changed_files(ROOT)):
             run(python, "-m", "pytest", "tests/null/door/test_docs_links.py")
-        print("ruff, mypy and links passed; sizes, generated pages, pyright and the wheel were not checked")
+        print("ruff, mypy and links passed; sizes, generated pages, the site, pyright and the wheel were not checked")
         return
     check_sizes()
     run(
@@ -63,6 +63,7 @@ def main() -> None:
     )
     check_types(python)
     check_types_again(python)
+    run(python, ROOT / "scripts" / "docs_site.py")
     if not options.no_wheel:
         check_wheel(python)
     print("all checks passed")
