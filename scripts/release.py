@@ -32,7 +32,6 @@ def main() -> None:
     if found := problems(ROOT, version, is_tagged):
         sys.exit("\n".join(found))
     target = ROOT / "dist" / version
-    shutil.rmtree(target, ignore_errors=True)
     build(python, target)
     notes = target / "notes.md"
     notes.write_text(f"staticllm {version}\n\n{section(changelog_of(ROOT), version).text}", encoding="utf-8")
@@ -86,18 +85,20 @@ def section(changelog: str, version: str) -> Section:
 
 
 def build(python: Path, target: Path) -> None:
-    """Build the sdist and from it the wheel, in a clean copy of the commit, and check both."""
+    """Build the sdist and from it the wheel, in a clean copy of the commit. They reach ``target`` if they pass all checks."""
     with tempfile.TemporaryDirectory() as scratch:
-        copy = Path(scratch) / "commit"
+        copy, built = Path(scratch) / "commit", Path(scratch) / "dist"
         export(ROOT, copy)
-        run(python, "-m", "build", "--outdir", target, copy)  # the wheel of what the sdist holds
-    (wheel,) = target.glob("*.whl")
-    (sdist,) = target.glob("*.tar.gz")
-    if found := differences(wheel, tracked(ROOT)):
-        sys.exit("\n".join(found))
-    run(python, "-m", "twine", "check", "--strict", wheel, sdist)
-    check_size(wheel)
-    try_wheel(wheel)
+        run(python, "-m", "build", "--outdir", built, copy)  # the wheel of what the sdist holds
+        (wheel,) = built.glob("*.whl")
+        (sdist,) = built.glob("*.tar.gz")
+        if found := differences(wheel, tracked(ROOT)):
+            sys.exit("\n".join(found))
+        run(python, "-m", "twine", "check", "--strict", wheel, sdist)
+        check_size(wheel)
+        try_wheel(wheel)
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(built, target)
 
 
 def export(root: Path, target: Path) -> None:
