@@ -25,8 +25,9 @@ class Encoder:
         )
         if normalize_embeddings and precision == "float32":
             found = found / np.linalg.norm(found, axis=1, keepdims=True)
-        found = found if convert_to_numpy else list(found)
-        return found[0] if isinstance(sentences, str) else found
+        if isinstance(sentences, str):
+            return found[0]
+        return found if convert_to_numpy else list(found)
 
 
 encoder = Encoder("my_encoder", device="CPU")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from urllib.request import HTTPError, Request, urlopen
 
@@ -31,7 +31,7 @@ class Sidecar:
             time.sleep(0.05)
         self.ready = json.loads(ready.read_text(encoding="utf-8"))
 
-    def chat(self, messages: list[dict[str, str]], **options: object) -> Iterator[str]:
+    def chat(self, messages: list[dict[str, str]], **options: object) -> Generator[str, None, None]:
         """Yield the pieces of an answer; closing the iterator stops it."""
         body = json.dumps({"messages": messages, "stream": True, **options}).encode()
         headers = {"Authorization": f"Bearer {self.ready['key']}", "Content-Type": "application/json"}

@@ -18,15 +18,29 @@ FIRST = (
 )  # fmt: skip
 RETURNED = ("GenerationHandle", "EmbeddingHandle", "RerankHandle")
 """Classes that users receive and do not construct; the page leaves out their constructors."""
-SECTIONS = ("Args", "Returns", "Raises")
+SECTIONS = ("Args", "Attributes", "Returns", "Raises")
 Member = tuple[str, Any]
 
 
 def api() -> str:
-    """Return an entry per public name except the errors: its signature, docstring and public methods."""
-    public = {name: getattr(staticllm, name) for name in staticllm.__all__} | {"GenerationHandle": GenerationHandle}
-    rest = [name for name in public if name not in FIRST and not is_error(public[name])]
-    return "\n\n".join(_entry(name, public[name]) for name in (*FIRST, *sorted(rest)))
+    """Return the entries of all public names except the errors."""
+    return "\n\n".join(text for name, text in entries().items() if not is_error(_public()[name]))
+
+
+def entries() -> dict[str, str]:
+    """Return an entry per public name: its signature, docstring and public methods. Errors are the last ones."""
+    public = _public()
+    rest = sorted(public.keys() - FIRST, key=lambda name: (is_error(public[name]), name))
+    return {name: _entry(name, public[name]) for name in (*FIRST, *rest)}
+
+
+def summary(name: str) -> str:
+    """Return the first sentence about a public name."""
+    return _first_sentence(_public()[name])
+
+
+def _public() -> dict[str, Any]:
+    return {name: getattr(staticllm, name) for name in staticllm.__all__} | {"GenerationHandle": GenerationHandle}
 
 
 def errors() -> str:

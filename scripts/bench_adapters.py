@@ -76,7 +76,7 @@ def load_runner(options: argparse.Namespace, adapters: list[LoraAdapter]) -> Mod
 
 def time_calls(runners: dict[int, ModelRunner], rows: int, sequences: int, seconds: float) -> dict[int | str, float]:
     """Return the ms of the fastest call with each number of adapters, and with other factors in each call (``changed``)."""
-    timed: dict[int | str, ModelRunner] = {**runners, "changed": runners[max(runners)]}
+    timed: dict[int | str, ModelRunner] = {**{key: runners[key] for key in runners}, "changed": runners[max(runners)]}
     found = dict.fromkeys(timed, np.inf)
     until, turn = time.perf_counter() + seconds, 0
     while turn < 3 or time.perf_counter() < until:

@@ -125,7 +125,8 @@ def memory(model: str, engine: str) -> dict[str, float]:
     after_first = daemon_bytes()
     second.wait_ready()
     after_second = daemon_bytes()
-    first.go(), second.go()
+    first.go()
+    second.go()
     one, two = first.result()["private"], second.result()["private"]
     return {
         "first program MB": (one + after_first - before) / 1e6,

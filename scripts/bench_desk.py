@@ -126,8 +126,8 @@ def main() -> None:
             found[name, f"reactive {when}"].spans = log.gaps_within(found[name, f"reactive {when}"].spans)
     report(list(setups), found, options)
     for name, log in logs.items():
-        notes = [found[name, f"{kind} together"] for kind in REACTIVE]
-        longest = sorted((span for each in notes for span in each.spans), key=lambda span: span[0] - span[1])
+        reactive = [found[name, f"{kind} together"] for kind in REACTIVE]
+        longest = sorted((span for each in reactive for span in each.spans), key=lambda span: span[0] - span[1])
         for span in longest[: options.longest]:
             print(f"\n{name}, {1e3 * (span[1] - span[0]):.0f} ms:", *log.during(span), sep="\n  ")
 
@@ -450,9 +450,9 @@ def figures(notes: dict[str, Notes]) -> dict[str, str]:
     for kind in REACTIVE:
         alone, day = notes[f"{kind} alone"].ttfts, notes[f"{kind} together"].ttfts
         for share in (50, 95):
-            before, after = quantile(alone, share), quantile(day, share)
+            ttft, later = quantile(alone, share), quantile(day, share)
             label = f"TTFT of {kind}, p{share}, ms: alone, together, ratio"
-            shown[label] = f"{1e3 * before:.0f}, {1e3 * after:.0f}, {after / before:.2f}"
+            shown[label] = f"{1e3 * ttft:.0f}, {1e3 * later:.0f}, {later / ttft:.2f}"
         shown[f"number of {kind}: alone, together"] = f"{len(alone)}, {len(day)}"
     step = quantile(notes["chats alone"].gaps, 50)
     bound = max(MIN_BOUND, NUM_BOUND_STEPS * step)
@@ -467,14 +467,14 @@ def figures(notes: dict[str, Notes]) -> dict[str, str]:
         above = ", ".join(f"{sum(gap > bound for gap in each)} of {len(each)}" for each in server)
         shown["longest gap at the server, ms: alone, together"] = ", ".join(f"{1e3 * max(each):.0f}" for each in server)
         shown["answers with a gap above the bound at the server: alone, together"] = above
-    share = {kind: notes[f"{kind} together"].rate / notes[f"{kind} alone"].rate for kind in PROACTIVE}
+    kept = {kind: notes[f"{kind} together"].rate / notes[f"{kind} alone"].rate for kind in PROACTIVE}
     for kind, unit in (("documents", "documents"), ("agents", "tokens of agents")):
-        alone, day = notes[f"{kind} alone"].rate, notes[f"{kind} together"].rate
-        shown[f"{unit} per second: alone, together, ratio"] = f"{alone:.1f}, {day:.1f}, {share[kind]:.2f}"
+        rates = [notes[f"{kind} {when}"].rate for when in ("alone", "together")]
+        shown[f"{unit} per second: alone, together, ratio"] = f"{rates[0]:.1f}, {rates[1]:.1f}, {kept[kind]:.2f}"
     reactive = notes["reactive alone"].rate
-    left = 1 - share["documents"] - reactive
+    left = 1 - kept["documents"] - reactive
     shown["share of the device of reactive work alone"] = f"{reactive:.2f}"
-    shown["agents of what documents and reactive work leave"] = f"{share['agents'] / left:.2f}" if left > 0.05 else "-"
+    shown["agents of what documents and reactive work leave"] = f"{kept['agents'] / left:.2f}" if left > 0.05 else "-"
     return shown
 
 

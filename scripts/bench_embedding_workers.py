@@ -9,12 +9,16 @@ import importlib.metadata
 import json
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import bench_workers
 import numpy as np
 from bench_embedding_texts import texts as make_texts
+
+if TYPE_CHECKING:  # other engines run without our package
+    from staticllm.pipelines.embedding.encoder_runner import EncoderRunner
 
 BATCH_TEXTS, BUDGET = 16, 512
 NUM_CHECKED, BULK_TEXTS, STREAM_TOKENS = 32, 64, 120
@@ -76,11 +80,12 @@ class Ours(Engine):
         self._pipe = StaticEmbeddingPipeline(path, "CPU", INFERENCE_NUM_THREADS=self.threads, **properties)
         self._calls: list[tuple[float, int, int]] = []  # seconds, tokens of texts, rows
         self._path = Path(path)
-        run, runner, calls = EncoderProgram.run, self._pipe._driver.runner, self._calls
+        run: Callable[..., float] = EncoderProgram.run
+        runner, calls = self._runner, self._calls
         run_texts, last = runner.run, [0.0]
 
-        def timed(program: Any, meanwhile: Any = None) -> float:
-            last[0] = run(program, meanwhile)
+        def timed(*arguments: Any) -> float:
+            last[0] = run(*arguments)
             return last[0]
 
         def counted(variant: Any, sequences: Any, *more: Any) -> Any:
@@ -90,8 +95,15 @@ class Ours(Engine):
             )
             return vectors
 
-        EncoderProgram.run = timed  # type: ignore[method-assign]
-        runner.run = counted  # type: ignore[method-assign]
+        EncoderProgram.run = timed  # type: ignore[method-assign,assignment]
+        runner.run = counted  # type: ignore[method-assign,assignment]
+
+    @property
+    def _runner(self) -> EncoderRunner:
+        from staticllm.pipelines.embedding.queue.drivers import JobDriver
+
+        assert isinstance(self._pipe._driver, JobDriver)
+        return self._pipe._driver.runner
 
     def embed(self, texts: list[str]) -> np.ndarray:
         return self._pipe.encode(texts)
@@ -117,7 +129,7 @@ class Ours(Engine):
 
     def peak(self) -> dict[str, Any]:
         """Return the GFLOP/s of a call of the most rows of 128, and of the plugin's products of these matrices alone."""
-        runner = self._pipe._driver.runner
+        runner = self._runner
         variant = max((v for v in runner.variants if v.rows == 128), key=lambda v: v.batch)
         ids = [np.full(128, 1000, np.int64)]
         from staticllm.compiler_passes.lower_encoder import lower_encoder
@@ -134,7 +146,7 @@ class Ours(Engine):
                 self.threads), "shape": f"[{variant.batch},128]"}  # fmt: skip
 
     def _precision(self) -> str:
-        compiled = next(iter(self._pipe._driver.runner._compiled.values()))
+        compiled: Any = next(iter(self._runner._compiled.values()))
         return str(compiled.get_property("INFERENCE_PRECISION_HINT").get_type_name())
 
 

@@ -15,7 +15,9 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import openvino as ov
@@ -45,7 +47,7 @@ def main() -> None:
 
 def answers(pipe: StaticLLMPipeline, model: Path, rounds: int) -> None:
     """Time eight answers of one request, and eight requests with the same prompt, with and without cached prefixes."""
-    sampled = {"do_sample": True, "temperature": 1.0, "max_new_tokens": 64, "ignore_eos": True}
+    sampled: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "max_new_tokens": 64, "ignore_eos": True}
 
     def singles(prompts: list[np.ndarray]) -> None:
         for number, prompt in enumerate(prompts):
@@ -63,11 +65,14 @@ def answers(pipe: StaticLLMPipeline, model: Path, rounds: int) -> None:
 
 def beams(pipe: StaticLLMPipeline, model: Path, rounds: int) -> None:
     """Time a search of four beams with ours and with openvino_genai's settings."""
-    asked = {"num_beams": 4, "max_new_tokens": 64, "ignore_eos": True}
+    asked: dict[str, Any] = {"num_beams": 4, "max_new_tokens": 64, "ignore_eos": True}
     peers = {"genai": genai.LLMPipeline(model, "CPU"), "genai f32": genai.LLMPipeline(model, "CPU", **F32)}
     ways: dict[str, Callable[[int], object]] = {"ours": lambda seed: pipe.generate(prompt_of(128, seed), **asked)}
-    for name, peer in peers.items():
-        ways[name] = lambda seed, peer=peer: peer.generate(ov.Tensor(prompt_of(128, seed)), **asked)
+
+    def theirs(peer: Any, seed: int) -> object:
+        return peer.generate(ov.Tensor(prompt_of(128, seed)), **asked)
+
+    ways |= {name: partial(theirs, peer) for name, peer in peers.items()}
     times = in_turns(ways, rounds)
     for name in peers:
         show(times, "ours", name)

@@ -10,7 +10,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -74,13 +74,14 @@ def mask_figures(model: Path, rounds: int = 3, tokens: int = 96) -> dict[str, fl
     from staticllm.pipelines.grammars.compiler import GrammarCompiler
     from staticllm.pipelines.grammars.vocabulary import read_vocabulary
 
-    length = {"MAX_PROMPT_LEN": 256, "MIN_RESPONSE_LEN": max(tokens, 128)}
+    length: dict[str, Any] = {"MAX_PROMPT_LEN": 256, "MIN_RESPONSE_LEN": max(tokens, 128)}
     firsts: list[float] = []
     masks: list[float] = []
     with StaticLLMPipeline(model, "CPU", **length) as pipe:
         size = pipe.engine.runner.cache.layout.vocab_size
         vocabulary = enlarged(read_vocabulary(pipe.get_tokenizer()), size)
         compiler = GrammarCompiler(lambda: vocabulary)
+        assert pipe.engine._text is not None
         pipe.engine._text = EngineText(pipe.engine._text.decode, compiler)
         prompt = np.array(vocabulary.encode("Write about a person."))
         for round_ in range(rounds):  # in token ids, because nothing decodes the tokens that are made up
@@ -145,7 +146,7 @@ def bench_masks(options: argparse.Namespace) -> None:
     print(f"llguidance read the vocabulary in {prepared:.2f} s")
 
 
-def llguidance_run(compiler: Any, grammar: Any, tokens: list[int], size: int) -> tuple[float, list[float]]:
+def llguidance_run(compiler: Any, grammar: Any, tokens: Sequence[int], size: int) -> tuple[float, list[float]]:
     begin = time.perf_counter()
     matcher = compiler.matcher(grammar, size)
     matcher.allowed()
@@ -159,7 +160,7 @@ def llguidance_run(compiler: Any, grammar: Any, tokens: list[int], size: int) ->
     return first, times
 
 
-def xgrammar_masks(vocabulary: Any) -> Callable[[str, str, list[int]], tuple[float, list[float]]]:
+def xgrammar_masks(vocabulary: Any) -> Callable[[str, str, Sequence[int]], tuple[float, list[float]]]:
     import xgrammar as xgr
 
     begin = time.perf_counter()
@@ -169,7 +170,7 @@ def xgrammar_masks(vocabulary: Any) -> Callable[[str, str, list[int]], tuple[flo
     compiler = xgr.GrammarCompiler(info, cache_enabled=False)
     print(f"xgrammar read the vocabulary in {time.perf_counter() - begin:.2f} s")
 
-    def run(kind: str, text: str, tokens: list[int]) -> tuple[float, list[float]]:
+    def run(kind: str, text: str, tokens: Sequence[int]) -> tuple[float, list[float]]:
         compilers = (compiler.compile_json_schema, compiler.compile_regex, compiler.compile_grammar)
         compile_ = compilers[("json_schema", "regex", "ebnf").index(kind)]
         begin = time.perf_counter()
@@ -198,7 +199,7 @@ def bench_speed(options: argparse.Namespace) -> None:
 
     short = json.loads(json.dumps(PERSON).replace('"type": "string"', '"type": "string", "maxLength": 24'))
     schema = {"type": "array", "items": short, "minItems": 1}  # random text has no end
-    length = {"MAX_PROMPT_LEN": 256, "MIN_RESPONSE_LEN": max(options.tokens, 128)}
+    length: dict[str, Any] = {"MAX_PROMPT_LEN": 256, "MIN_RESPONSE_LEN": max(options.tokens, 128)}
     tokenizer = genai.Tokenizer(options.tokenizer or options.model)
     asked = {"max_new_tokens": options.tokens, "apply_chat_template": False, "do_sample": True}
     kinds: dict[str, dict[str, Any]] = {"free text": {"ignore_eos": True}, "JSON": {"json_schema": schema}}
@@ -215,9 +216,8 @@ def bench_speed(options: argparse.Namespace) -> None:
                     periods[name] += [after.start - before.start for before, after in pairwise(steps)]
                     num_tokens[name] += len(answer.tokens[0]) - 1
                     num_steps[name] += len(steps)
-        grammars = pipe.engine.grammars
-        assert grammars is not None
-        times = grammars.times
+        assert pipe.engine._text is not None and pipe.engine._text.grammars is not None
+        times = pipe.engine._text.grammars.times
     for share in (0.05, 0.25, 0.5):
         found = {name: sorted(values)[int(len(values) * share)] * 1e3 for name, values in periods.items()}
         per_token = {name: found[name] * num_steps[name] / num_tokens[name] for name in kinds}

@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from bench_serving import Served, check_solo, decode_call_ms, rest, saturated_rate, serve, summary
 from bench_workers import Worker
@@ -60,7 +61,7 @@ def table4(options: argparse.Namespace) -> dict[str, object]:
     return {"num_seqs": MAX_SEQS, "requests": options.requests, "rows": rows}
 
 
-def table4_row(precision: str, num_prompt: int, num_new: int, options: argparse.Namespace) -> dict[str, object]:
+def table4_row(precision: str, num_prompt: int, num_new: int, options: argparse.Namespace) -> dict[str, Any]:
     load = Served(num_prompt, num_new, options.requests, MAX_SEQS, PRECISIONS[precision])
     measured: dict[str, list[dict[str, float]]] = {"fcfs": [], "dynamic": []}
     rates, runs = [], {}
@@ -86,7 +87,7 @@ def table4_row(precision: str, num_prompt: int, num_new: int, options: argparse.
     }  # fmt: skip
 
 
-def print_row(row: dict[str, object]) -> None:
+def print_row(row: dict[str, Any]) -> None:
     forks = {name: len(found) for name, found in row["forks"].items()}
     print(
         f"{row['num_prompt']}/{row['num_new']} {row['precision']}, {row['rate']:.1f} requests/s; forks from solo {forks}"

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -78,7 +78,8 @@ def decode_call_ms(pipe: StaticLLMPipeline) -> float:
 
     Its change between two runs of one row is the change of the machine's speed.
     """
-    steps = [record for record in pipe.engine.profiler.trace or () if hasattr(record, "variant")]
+    trace = cast(list[Any], pipe.engine.profiler.trace or [])  # run() has put a list there
+    steps = [record for record in trace if hasattr(record, "variant")]
     num_seqs = max((len(step.decode) for step in steps), default=0)
     return 1e3 * statistics.median(s.seconds for s in steps if len(s.decode) == num_seqs and not s.prefill)
 

@@ -83,7 +83,7 @@ def main() -> None:
         for transcribe in peers.values():
             transcribe(four[: 10 * RATE])
         found: dict[tuple[str, str], list[float]] = {}
-        texts = {}
+        texts: dict[str, str] = {}
         for number in range(options.rounds):
             names = options.peers[number % len(peers) :] + options.peers[: number % len(peers)]
             for name in names:
@@ -162,7 +162,9 @@ def recording(seconds: float) -> NDArray[np.float32]:
     clips = []
     for path in sorted(RECORDINGS.glob("*.wav")):
         with wave.open(str(path)) as file:
-            clips.append(np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 32768)
+            clips.append(
+                np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / np.float32(32768)
+            )
     once = np.concatenate(clips)
     length = int(seconds * RATE)
     return np.tile(once, -(-length // len(once)))[:length]
@@ -222,16 +224,17 @@ def in_child(program: str, *arguments: str) -> Iterator[Transcribe]:
         tempfile.TemporaryDirectory() as scratch,
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child,
     ):
-        assert child.stdin is not None and child.stdout is not None
+        stdin, stdout = child.stdin, child.stdout
+        assert stdin is not None and stdout is not None
 
         def transcribe(samples: NDArray[np.float32]) -> str:
             path = Path(scratch) / "samples.npy"
             np.save(path, samples)
-            print(json.dumps(str(path)), file=child.stdin, flush=True)
-            return str(json.loads(child.stdout.readline()))
+            print(json.dumps(str(path)), file=stdin, flush=True)
+            return str(json.loads(stdout.readline()))
 
         yield transcribe
-        child.stdin.close()
+        stdin.close()
 
 
 PACKED = 4

@@ -95,8 +95,8 @@ def measure(model: Path, rounds: int, say: Callable[[str], None]) -> dict[str, l
     found: dict[str, list[dict[str, float]]] = {start.name: [] for start in STARTS}
     with tempfile.TemporaryDirectory(prefix="staticllm-start-") as folder:
         warm = {start.kind: Path(folder) / f"warm-{start.kind}" for start in STARTS}
-        for kind, cache in warm.items():
-            run(kind, model, cache)
+        for kind, kept in warm.items():
+            run(kind, model, kept)
         for round_ in range(rounds):
             shift = round_ * 3 % len(STARTS)
             for start in (*STARTS[shift:], *STARTS[:shift]):

@@ -139,8 +139,8 @@ def measure(instances: Sequence[Instance], options: argparse.Namespace) -> dict[
     """Return all figures as JSON, and print them."""
     limit_s = options.limit_ms / 1e3 if options.limit_ms else 10 * time_of_one(instances[1])
     depths = [measure_limit(instances, limit_s * factor) for factor in ((1,) if options.quick else (1, 2))]
-    for found in depths:
-        print_depths(found)
+    for measured in depths:
+        print_depths(measured)
     estimates = [device.estimate for device in depths[0].devices]
     if not estimates[0].depth:
         sys.exit(f"A embeds no query within {limit_s * 1e3:.0f} ms: raise --limit-ms, or run it on a quiet machine")

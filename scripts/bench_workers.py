@@ -11,9 +11,10 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from itertools import pairwise
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -52,7 +53,7 @@ class Worker:
             sys.exit("a benchmark worker has died: its message is above")
         return json.loads(line)
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -273,9 +274,8 @@ def main() -> None:
 
         peer: Any = Products(what["path"], what["properties"])
     else:
-        peer = {"ours": Ours, "genai": Genai, "npuw": Npuw, "batching": Batching}[what["kind"]](
-            what["path"], what["properties"]
-        )
+        kinds: dict[str, Callable[..., Peer]] = {"ours": Ours, "genai": Genai, "npuw": Npuw, "batching": Batching}
+        peer = kinds[what["kind"]](what["path"], what["properties"])
     loaded = time.perf_counter()
     if isinstance(peer, Peer):
         peer.complete()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from demo_stories import MACHINES, NAMES, PERSONS, article, capital, invented_word
 from demo_text import TABLES
 
-CAPITALS, COLOURS, LISTS = (dict(TABLES.rows(name)) for name in ("capitals", "colours", "lists"))
+CAPITALS, COLOURS, LISTS = (dict(TABLES.pairs(name)) for name in ("capitals", "colours", "lists"))
 OPPOSITES, ANIMAL_FACTS = TABLES.rows("opposites"), TABLES.rows("animals")
 DAYS, MONTHS, UNKNOWN = map(TABLES.words, ("days", "months", "unknown"))
 TALK = [(questions, answers) for questions, *answers in TABLES.blocks("talk")]

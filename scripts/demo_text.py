@@ -67,6 +67,10 @@ class TextFile:
         """Return the lines of a section, each divided at its bars."""
         return [tuple(line.split("|")) for line in self.lines(heading)]
 
+    def pairs(self, heading: str) -> list[tuple[str, str]]:
+        """Return the lines of a section, each of which has two parts."""
+        return [(first, second) for first, second in self.rows(heading)]
+
     def words(self, heading: str) -> list[str]:
         """Return the words of a section's only line."""
         (line,) = self.lines(heading)

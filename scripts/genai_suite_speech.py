@@ -25,7 +25,7 @@ MODEL = os.environ.get("GENAI_SUITE_SPEECH", "")
 LANGUAGES = os.environ.get("GENAI_SUITE_LANGUAGES", "")
 RECORDINGS = Path(os.environ.get("GENAI_SUITE_RECORDINGS", "."))
 FORMS = {True: "stateful", False: "three_files"}
-F32 = {"INFERENCE_PRECISION_HINT": "f32"}
+F32: dict[str, Any] = {"INFERENCE_PRECISION_HINT": "f32"}
 FILES = ("test_whisper_pipeline", "test_whisper_pipeline_static")
 NAMING_LANGUAGES = ("test_language_mode", "test_return_timestamps_max_new_tokens")
 """Tests that give an option ``language`` without a recording of the multilingual data set."""
@@ -128,7 +128,7 @@ def saved_model(params: Any, stateful: bool = False, **rest: Any) -> tuple[str, 
 
 def samples_of(path: Path) -> Samples:
     with wave.open(str(path)) as file:
-        return np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / 32768
+        return np.frombuffer(file.readframes(file.getnframes()), "<i2").astype(np.float32) / np.float32(32768)
 
 
 @cache

@@ -11,7 +11,7 @@ The costs are those that the NPU compiler's schedule predicts for a Qwen2-0.5B s
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -45,7 +45,11 @@ def main() -> None:
     parser.add_argument("--costs", choices=sorted(NPU_COSTS), default="npu-4000")
     parser.add_argument("--requests", type=int, default=60, help="requests of a row of table4")
     options = parser.parse_args()
-    parts = {"beside": beside, "sizes": sizes, "table4": partial(table4, num_requests=options.requests)}
+    parts: dict[str, Callable[[str], Iterator[str]]] = {
+        "beside": beside,
+        "sizes": sizes,
+        "table4": partial(table4, num_requests=options.requests),
+    }
     for line in parts[options.part](options.costs):
         print(line, flush=True)
 
@@ -61,6 +65,7 @@ def beside(costs: str) -> Iterator[str]:
     cost = NPU_COSTS[costs]
     step = cost(Variant(16, 1152, 16)) + HOST.step
     alone = Scenario(models(costs)[0], (LATE,)).run("fcfs").requests[0].ttft
+    assert alone is not None
     yield f"Decode step of two chats: {step * 1e3:.1f} ms. First token of the prompt alone: {alone * 1e3:.0f} ms."
     yield ""
     yield "| policy | `TPOT_MS` | in one piece: longest gap, steps | TTFT / alone | in blocks: longest gap | TTFT / alone |"
@@ -87,7 +92,9 @@ def _beside(model: DeviceModel, policy: str, late: Arrival) -> tuple[float, floa
         for before, after in pairwise(found[index].token_times)
         if late.time <= after and before <= found[late.id].token_times[0]
     ]
-    return max(gaps), found[late.id].ttft
+    ttft = found[late.id].ttft
+    assert ttft is not None
+    return max(gaps), ttft
 
 
 def sizes(costs: str) -> Iterator[str]:

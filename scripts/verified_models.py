@@ -17,9 +17,10 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -35,7 +36,11 @@ from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.sources.converted import converted
 
 SUPPORT = Path(__file__).resolve().parents[1] / "tests" / "support" / "export"
-F32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0}
+F32: dict[str, Any] = {
+    "INFERENCE_PRECISION_HINT": "f32",
+    "KV_CACHE_PRECISION": "f32",
+    "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,
+}
 DECODERS, ENCODERS = ("smollm2", "gemma3"), ("minilm",)
 LOGITS_LEN, PROMPT_LEN, NUM_PROMPTS, NUM_NEW = 256, 48, 10, 24
 TOLERANCES = {"decoder": 1e-4, "encoder": 1e-4}
@@ -65,7 +70,7 @@ def decoder_row(name: str, python: Path) -> str:
     reference = run_reference(python, "gguf_reference.py", path, {"ids": ids, "prompts": prompts, "new": NUM_NEW})
     off = share_of_range(StatefulReference(converted(path)).logits(ids), reference["logits"])
     with StaticLLMPipeline(path, "CPU", MAX_PROMPT_LEN=64, MIN_RESPONSE_LEN=64, **F32) as pipe:
-        asked = {"max_new_tokens": NUM_NEW, "ignore_eos": True, "do_sample": False}
+        asked: dict[str, Any] = {"max_new_tokens": NUM_NEW, "ignore_eos": True, "do_sample": False}
         found = [list(pipe.generate(np.array(prompt), **asked).tokens[0]) for prompt in prompts]
     same = int((np.array(found) == reference["tokens"]).sum())
     return row(
@@ -94,7 +99,11 @@ def readers(name: str, python: Path) -> Iterator[str]:
     ids, _ = texts_of(converted(path))
     expected = run_reference(python, "gguf_reference.py", path, {"ids": ids, "prompts": [], "new": 0})["logits"]
     with tempfile.TemporaryDirectory() as scratch:
-        ways = {"ours": converted, "OpenVINO's": read_by_openvino, "GenAI's": read_by_genai}
+        ways: dict[str, Callable[..., Path]] = {
+            "ours": converted,
+            "OpenVINO's": read_by_openvino,
+            "GenAI's": read_by_genai,
+        }
         for reader, read in ways.items():
             try:
                 folder = read(path) if reader == "ours" else read(path, Path(scratch) / reader)
@@ -139,7 +148,8 @@ def texts_of(folder: Path) -> tuple[list[int], list[list[int]]]:
     return ids[:LOGITS_LEN], [ids[start : start + PROMPT_LEN] for start in starts]
 
 
-def run_reference(python: Path, script: str, path: Path, asked: object) -> dict[str, NDArray[np.float32]]:
+def run_reference(python: Path, script: str, path: Path, asked: object) -> Any:
+    """Return an array, or those of an archive by their names."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     with tempfile.TemporaryDirectory() as scratch:
         target = Path(scratch) / ("found.npz" if script.startswith("gguf") else "found.npy")
