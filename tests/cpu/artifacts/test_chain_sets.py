@@ -120,7 +120,9 @@ def test_a_chain_that_names_what_does_not_exist_is_refused(exported):
         assert "\n" not in str(found.value)
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(data=st.data())
 def test_no_damage_to_a_chain_is_an_error_of_another_kind(exported, data):
     files = files_of(exported[0])

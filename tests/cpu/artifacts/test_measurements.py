@@ -145,7 +145,7 @@ def test_a_flipped_byte_is_noticed(place):
         assert stored(place) == {}
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.binary(max_size=200) | st.sampled_from([b"[" * 100_000, b'{"content": ' * 20_000, b"NaN", b"1" * 5000]))
 def test_any_bytes_are_ignored(data, place):
     (place.folder / COSTS).write_bytes(data)

@@ -7,12 +7,12 @@ import numpy as np
 import openvino as ov
 import pytest
 
+from staticllm.compiler_passes.build import compile as compile_programs
 from staticllm.daemon.packed import model as module
 from staticllm.daemon.packed.model import PackedModel
 from staticllm.daemon.sharing.devices import Devices
 from staticllm.errors import ClosedError, PromptError
 from staticllm.pipelines.engine.engine import Engine
-from staticllm.pipelines.programs import compile as compile_programs
 from tests.support.attach.packed_programs import EXACT, SHORT, TOLERANCE, Original, Program
 
 PACKED = ["demo", "llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "bloom", "opt", "phi3"))]

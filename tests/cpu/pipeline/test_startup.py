@@ -11,11 +11,11 @@ from support.helpers import PROMPT, SHORT, tokens_of
 
 from staticllm import StaticLLMPipeline
 from staticllm.compiler_passes.artifacts.cache import BlobCache
+from staticllm.compiler_passes.build import autotune
 from staticllm.errors import BlobError, ConfigError, DeviceError, ModelError, SnapshotError
 from staticllm.pipelines.launch import engine as launch
 from staticllm.pipelines.launch import text_reader
 from staticllm.pipelines.loading import background, decoder_kind, import_set
-from staticllm.pipelines.programs import autotune
 from staticllm.system.long_calls import wait_for_left
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

@@ -10,6 +10,7 @@ import pytest
 from openvino import opset13 as ops
 
 from staticllm import demo_model_path
+from staticllm.compiler_passes.build import autotune
 from staticllm.compiler_passes.build.autotune import (
     GROUP_SIZE,
     LARGE_GROUP,
@@ -27,7 +28,6 @@ from staticllm.core import Variant
 from staticllm.devices import get_core
 from staticllm.pipelines.loading import decoder_kind
 from staticllm.pipelines.loading.decoder_kind import prepare
-from staticllm.pipelines.programs import autotune
 
 QUANTIZED = "f32 with quantized activations"
 PHASES = {"prefill": {"PERFORMANCE_HINT": "LATENCY"}, "generate": {"PERFORMANCE_HINT": "LATENCY"}}

@@ -73,7 +73,11 @@ def test_a_flipped_bit_or_another_length_is_refused(tmp_path, cache, stored):
     assert "has" in refused(path, cache)
 
 
-@settings(max_examples=examples(300), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(300),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(st.binary(max_size=300), st.booleans())
 def test_arbitrary_bytes_are_refused(tmp_path, cache, data, is_framed):
     path = tmp_path / "snapshot"

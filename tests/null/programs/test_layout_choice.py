@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from staticllm.compiler_passes.build import layout
 from staticllm.compiler_passes.build.layout import (
     BASE_BYTES,
     HIDDEN_VALUES,
@@ -17,7 +18,6 @@ from staticllm.compiler_passes.build.layout import (
 )
 from staticllm.config import StaticLLMConfig
 from staticllm.errors import ConfigError
-from staticllm.pipelines.programs import layout
 
 WEIGHTS = 500 << 20
 SLOT_BYTES = 48 * 2 * 64 * 4  # 24 layers, keys and values of two heads in f32

@@ -1,4 +1,4 @@
-"""Tests of threads under Ctrl-C, which ``tests/null/system/test_lazy_thread.py`` runs in a process of their own."""
+"""Tests of threads under Ctrl-C, which ``tests/cpu/system/test_lazy_thread.py`` runs in a process of their own."""
 
 import os
 import signal

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from staticllm.compiler_passes.build import compile as compile_programs
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.pipelines.loading import decoder_kind, kind
-from staticllm.pipelines.programs import compile as compile_programs
 from staticllm.pipelines.programs import warm_up
 
 MAX_READ = 8  # models that were read and are not lowered yet: those of encoders never are, here
