@@ -35,7 +35,7 @@ def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
     Raises:
         StaticLLMError: the system has no more threads, or the interpreter ends.
     """
-    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread = _Thread(target=run, name=name, daemon=True)
     try:
         thread.start()
     except RuntimeError as error:
@@ -45,6 +45,55 @@ def start_thread(run: Callable[[], None], name: str) -> threading.Thread:
     return thread
 
 
+class _Thread(threading.Thread):
+    """A thread whose ``start`` raises ``RuntimeError`` if it ends before it has begun, for which Python's own waits for ever.
+
+    It does where memory is missing for its first frame. What it would have run is freed then, and nothing else tells of it.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._started = _Begun(self)
+
+    @property
+    def _bootstrap(self) -> _Bootstrap:  # what ``start`` gives to a new thread of the system
+        found = _Bootstrap(super()._bootstrap)  # type: ignore[misc]  # pyright: ignore
+        self.bootstrap = weakref.ref(found)
+        return found
+
+
+class _Bootstrap:
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+
+    def __call__(self) -> None:
+        self._run()
+
+
+class _Begun(threading.Event):
+    """Set by the thread when it begins; a ``wait`` for it ends with the thread."""
+
+    def __init__(self, thread: _Thread) -> None:
+        super().__init__()
+        self._thread = weakref.ref(thread)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the thread begins. Raises ``RuntimeError`` (it ended before that)."""
+        while not super().wait(POLL_SECONDS if timeout is None else timeout):
+            thread = self._thread()
+            if timeout is not None:
+                return False
+            if thread is not None and thread.bootstrap() is None and not self.is_set():  # freed with its thread
+                with threading._active_limbo_lock:  # type: ignore[attr-defined]  # pyright: ignore
+                    threading._limbo.pop(thread, None)  # type: ignore[attr-defined]  # pyright: ignore
+                raise _NoMemoryForThreadError
+        return True
+
+
+class _NoMemoryForThreadError(RuntimeError):
+    """A thread ended before it began."""
+
+
 def _not_started(name: str, error: RuntimeError) -> StaticLLMError:
     if (
         not threading.main_thread().is_alive()
@@ -52,6 +101,11 @@ def _not_started(name: str, error: RuntimeError) -> StaticLLMError:
         return ClosedError(
             f"the main thread has ended, so that the thread {name!r} cannot be started: load models before, and let the main "
             "thread wait for those that use them"
+        )
+    if isinstance(error, _NoMemoryForThreadError):
+        return StaticLLMError(
+            f"there is not enough memory for the thread {name!r}: end other programs, or load with a smaller MAX_PROMPT_LEN, "
+            "KV_SLOTS or MAX_NUM_SEQS"
         )
     return StaticLLMError(
         f"the thread {name!r} cannot be started beside {threading.active_count()} others ({error}): end some, or raise "

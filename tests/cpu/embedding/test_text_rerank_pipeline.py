@@ -293,7 +293,7 @@ def test_bad_calls_get_one_line_and_the_pipeline_goes_on(pipe, call, kind, messa
         ({"overflow": "cut"}, "overflow='cut'"),
         ({"max_waiting": 0}, "max_waiting=0: must be a whole number from 1"),
         ({"on_progress": 5}, "on_progress=5: must be a function"),
-        ({"activation": "relu"}, "activation='relu': must be one of sigmoid, identity, softmax"),
+        ({"activation": "relu"}, "activation='relu': must be one of None, 'sigmoid', 'identity', 'softmax'"),
         ({"score_words": "no"}, "score_words='no': must be two words"),
         ({"engine": 5}, "engine is a int"),
         ({"config": 5}, "config is a int"),

@@ -293,13 +293,14 @@ def test_a_pipeline_runs_a_policy_of_the_user(zoo):
 
 
 def test_closing_ends_threads_and_requests(zoo):
-    before = {thread.ident for thread in threading.enumerate()}
+    before = {*threading.enumerate()}
     pipe = StaticLLMPipeline(zoo / "llama", "CPU", **SMALL)
     running = pipe.submit("hello", max_new_tokens=64, ignore_eos=True)
     next(running.tokens())
     pipe.close()
     assert running.result().finish_reasons[0] in ("cancelled", "length")
-    assert {thread.ident for thread in threading.enumerate()} <= before
+    left = {thread.name for thread in {*threading.enumerate()} - before}
+    assert left <= {"staticllm-long-call"}  # a compiler that runs cannot be ended
     with pytest.raises(ClosedError, match="the pipeline is closed"):
         pipe.generate("hello")
     pipe.close()
@@ -313,14 +314,14 @@ def test_draining_waits_for_the_answers(zoo):
 
 
 def test_a_dropped_pipeline_ends_its_thread(zoo):
-    before = threading.active_count()
+    before = {*threading.enumerate()}  # some of others may end meanwhile
     pipe = StaticLLMPipeline(zoo / "llama", "CPU", **SMALL)
     pipe.generate("hello", max_new_tokens=2)
     assert pipe.wait_until_complete(60)
-    assert threading.active_count() == before + 1
+    assert [thread.name for thread in {*threading.enumerate()} - before] == ["staticllm-engine"]
     del pipe
     gc.collect()
-    assert threading.active_count() == before
+    assert not {*threading.enumerate()} - before
 
 
 # -- isolation and leaks

@@ -248,3 +248,18 @@ def test_a_pool_beside_too_many_threads_says_so(monkeypatch):
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(StaticLLMError, match=r"'mine' cannot be started beside .*ulimit -u"):
         ThreadPool(1, "mine").submit(print)
+
+
+def test_a_thread_that_ends_before_it_begins_is_an_error_and_no_endless_wait(monkeypatch):
+    """As where memory is missing for its first frame: Python's own ``start`` waits for ever then."""
+    starter = "_start_joinable_thread" if hasattr(threading, "_start_joinable_thread") else "_start_new_thread"
+    begin = getattr(threading, starter)
+    monkeypatch.setattr(threading, starter, lambda run, *args, **options: None)
+    with pytest.raises(StaticLLMError, match="not enough memory for the thread 'lost'") as refused:
+        start_thread(lambda: None, "lost")
+    assert "\n" not in str(refused.value)
+    assert not [thread for thread in threading.enumerate() if thread.name == "lost"]
+    monkeypatch.setattr(threading, starter, begin)
+    done = threading.Event()
+    start_thread(done.set, "begun").join(SECONDS)
+    assert done.is_set()
