@@ -50,7 +50,13 @@ def make_environment(place: Path) -> None:
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> None:
-    """Run a command, and exit with its exit code if it fails."""
-    result = subprocess.run([str(part) for part in command], cwd=cwd, check=False)
+    """Run a command, and exit with its exit code if it fails.
+
+    Compiled modules are kept beside the environment, also where the user lets Python keep none: tests start hundreds of
+    processes.
+    """
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": str(VENV / "pycache")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    result = subprocess.run([str(part) for part in command], cwd=cwd, check=False, env=environment)
     if result.returncode:
         sys.exit(result.returncode)

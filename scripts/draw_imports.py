@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -68,9 +69,15 @@ def files() -> dict[str, Path]:
     return {path.relative_to(ROOT).with_suffix("").as_posix().removesuffix("/__init__"): path for path in found}
 
 
+@cache
+def _imports_in(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+
+
 def imports(path: Path, known: Collection[str]) -> Iterator[str]:
     """Yield the places that a file names: dots count folders on the disk, ``staticllm.NAME`` is a place below ``staticllm/``."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _imports_in(path):
         if isinstance(node, ast.Import):
             yield from (_place(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -14,7 +14,7 @@ from pathlib import Path
 import hypothesis
 import numpy as np
 import pytest
-from support.slow_tests import Stopwatch, is_listed, slow_tests
+from support.slow_tests import Stopwatch, is_listed, is_slow_module, slow_tests
 
 ROOT = Path(__file__).resolve().parent.parent
 ZOO = Path(os.environ.get("STATICLLM_ZOO", ROOT.parent / "shared" / "zoo"))
@@ -70,11 +70,14 @@ def _without_delay(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    share = config.getoption("--share")
-    if share is None or not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
+    if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
+        return None
+    name = collection_path.relative_to(ROOT).as_posix()
+    if not (config.getoption("--all") or config.getoption("--write-slow")):
+        return True if is_slow_module(name, collection_path.read_text(encoding="utf-8"), slow_tests()) else None
+    if (share := config.getoption("--share")) is None:
         return None
     index, count = share
-    name = collection_path.relative_to(ROOT).as_posix()
     return True if zlib.crc32(name.encode()) % count != index - 1 else None
 
 

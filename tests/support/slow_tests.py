@@ -6,8 +6,10 @@ module, or a function of one with all its parameters.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ REST_SECONDS = 3.0
 """A module whose other functions and fixtures still take longer than this is slow as a whole."""
 
 
+@cache
 def slow_tests() -> frozenset[str]:
     """Return the lines of the list."""
     return frozenset(LIST.read_text(encoding="utf-8").split())
@@ -29,6 +32,20 @@ def slow_tests() -> frozenset[str]:
 def is_listed(nodeid: str, listed: frozenset[str]) -> bool:
     """Tell whether the test is slow by the list, itself or with its module."""
     return nodeid.partition("::")[0] in listed or nodeid.partition("[")[0] in listed
+
+
+_TEST = re.compile(r"^((?:@.*\n|[ )\]}].*\n|#.*\n)*)(?:async )?def (test_\w+)", re.MULTILINE)
+"""A test at the top level of a module, with the lines of its decorators before it."""
+
+
+def is_slow_module(name: str, text: str, listed: frozenset[str]) -> bool:
+    """Tell by its text whether all tests of a module are slow, so that nothing of it has to be imported."""
+    if name in listed or "\npytestmark = pytest.mark.slow\n" in text:
+        return True
+    tests = _TEST.findall(text)
+    if not tests or "\nclass Test" in text:
+        return False
+    return all(f"{name}::{test}" in listed or "@pytest.mark.slow\n" in before for before, test in tests)
 
 
 def choose_slow(seconds: Mapping[tuple[str, str], float]) -> list[str]:

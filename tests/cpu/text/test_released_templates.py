@@ -9,6 +9,7 @@ import json
 import time
 import zipfile
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -161,16 +162,18 @@ def test_every_example_of_a_learnt_format_is_read(name, is_split):
     assert (message.content, message.tool_calls) == (begun, ()), "a call that is cut off is content"
 
 
-LEARNT = {name: found for name, text in TEMPLATES.items() if (found := find_format(text)).learnt is not None}
+@cache
+def learnt():
+    return {name: found for name, text in TEMPLATES.items() if (found := find_format(text)).learnt is not None}
 
 
 @st.composite
 def answers(draw):
-    name = draw(st.sampled_from(sorted(LEARNT)))
+    name = draw(st.sampled_from(sorted(learnt())))
     shown = shape_of(TEMPLATES[name]).examples
     pieces = [
         *shown,
-        *LEARNT[name].learnt.markers,
+        *learnt()[name].learnt.markers,
         "tool_name",
         '{"arg1": "x"}',
         "{",
@@ -182,7 +185,7 @@ def answers(draw):
     ]
     text = "".join(draw(st.lists(st.sampled_from(pieces), max_size=8)))
     cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=12)))
-    return LEARNT[name], text, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    return learnt()[name], text, [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
 @settings(max_examples=examples(400), deadline=None)

@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import tomllib
+from functools import cache
 
 import pytest
 
@@ -65,6 +66,11 @@ def sources(root):
     return [path for room in ROOMS for path in sorted((root / room).rglob("*.py"))]
 
 
+@cache
+def nodes_of(path):
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def module_of(root, path):
     parts = path.relative_to(root).with_suffix("").parts
     parts = parts if parts[0] == "staticllm" else ("staticllm", *parts)
@@ -82,7 +88,7 @@ def room_of(module):
 def imports_of(root, path):
     """Yield the number of dots and the full name of each module that a file imports."""
     package = module_of(root, path.parent / "__init__.py").split(".")
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((0, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -137,7 +143,7 @@ def needed_by(root, path, modules):
     """Return the files that a file imports: at once, in a function, or for the types alone."""
     found = set()
     package = module_of(root, path.parent / "__init__.py").split(".")
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names = {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -252,7 +258,7 @@ def test_injected_packages_import_only_each_other_and_openvino(root):
     known = sys.stdlib_module_names | {"numpy", "openvino"}
     for room in INJECTED:
         for path in sorted((root / "staticllm" / room).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in nodes_of(path):
                 if isinstance(node, ast.ImportFrom) and node.level == 0:
                     assert node.module.split(".")[0] in known, f"{path} imports {node.module}"
                 elif isinstance(node, ast.Import):
@@ -313,7 +319,7 @@ def test_every_folder_of_tests_says_what_it_needs(root):
 def test_one_statement_assigns_one_thing(root):
     """Names that are assigned together hide each other. Swaps are one thing, and so are constants that share a docstring."""
     for path in sources(root):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             if isinstance(node, ast.Assign) and node.col_offset:
                 assert len(node.targets) == 1, f"{path}:{node.lineno}: one assignment a line"
                 names, values = node.targets[0], node.value
@@ -328,7 +334,7 @@ def test_no_with_statement_takes_a_condition_and_all_that_wait_are_notified(root
 
     Ctrl-C in ``notify`` leaves a waiter that has been woken in the condition, and the next ``notify`` wakes that one only.
     """
-    trees = {path: list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for path in sources(root)}
+    trees = {path: nodes_of(path) for path in sources(root)}
     conditions = {
         ast.unparse(target)
         for nodes in trees.values()

@@ -1,8 +1,9 @@
 """Tests which tests are left to ``--all``."""
 
 import ast
+from functools import cache
 
-from support.slow_tests import choose_slow, is_listed, slow_tests
+from support.slow_tests import choose_slow, is_listed, is_slow_module, slow_tests
 
 
 def functions_of(tree, prefix=""):
@@ -14,12 +15,17 @@ def functions_of(tree, prefix=""):
             yield prefix + node.name
 
 
+@cache
+def known_in(path):
+    return frozenset(functions_of(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def test_every_line_of_the_list_names_a_test(root):
     for line in slow_tests():
         module, _, function = line.partition("::")
         assert (root / module).is_file(), f"{line} in tests/support/slow_tests.txt: there is no such module"
-        known = list(functions_of(ast.parse((root / module).read_text(encoding="utf-8"))))
-        assert not function or function in known, f"{line} in tests/support/slow_tests.txt: there is no such test"
+        is_known = not function or function in known_in(root / module)
+        assert is_known, f"{line} in tests/support/slow_tests.txt: there is no such test"
 
 
 def test_parameters_and_whole_modules_are_found():
@@ -41,3 +47,21 @@ def test_long_functions_are_chosen_and_modules_whose_rest_is_long():
         ("fixtures.py", "test_a"): 0.6, ("fixtures.py", "test_b"): 0.1, ("fixtures.py", ""): 3.0,
     }  # fmt: skip
     assert choose_slow(seconds) == ["fixtures.py", "mixed.py::test_a"]
+
+
+def test_a_module_of_slow_tests_alone_is_known_by_its_text():
+    marked = (
+        "import pytest\n\n\n@pytest.mark.slow\n@pytest.mark.parametrize(\n    'x', [1]\n)\ndef test_a(x):\n    pass\n"
+    )
+    listed = frozenset({"tests/m.py::test_b"})
+    assert is_slow_module("tests/m.py", marked, listed)
+    assert is_slow_module("tests/m.py", marked + "\n\ndef test_b():\n    pass\n", listed)
+    assert is_slow_module(
+        "tests/m.py", "import pytest\n\npytestmark = pytest.mark.slow\n\n\ndef test_c():\n    pass\n", listed
+    )
+    assert is_slow_module("tests/m.py", "def test_c():\n    pass\n", frozenset({"tests/m.py"}))
+    assert not is_slow_module("tests/m.py", marked + "\n\ndef test_c():\n    pass\n", listed)
+    assert not is_slow_module("tests/m.py", marked + "\n\nasync def test_c():\n    pass\n", listed)
+    assert not is_slow_module(
+        "tests/m.py", marked + "\n\nclass TestMore:\n    def test_d(self):\n        pass\n", listed
+    )
