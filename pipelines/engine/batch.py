@@ -170,7 +170,7 @@ class BatchBuilder:
         return Batch(entries, variants[0], ()) if variants else None
 
     def _with_drafts(self, batch: Batch) -> Batch:
-        """Return the batch with drafts after the tokens that decode, where that pays."""
+        """Append draft tokens to decoding entries where they are expected to save time."""
         if not self._draft_planner.is_possible or self._quarantine.has_suspects:
             return batch
         decoding = [entry for entry in batch.entries if not entry.is_prefill]

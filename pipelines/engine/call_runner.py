@@ -39,7 +39,7 @@ class CallRunner:
 
     @property
     def rows(self) -> list[Rows]:
-        """The rows of the last step's call and of those between its blocks, by client; a job has one, if a client pays for it."""
+        """The rows of the last step's call and of those between its blocks, by client; jobs count if a client pays."""
         return self._last_job or rows_of(self._last_batches, self._serving.device.runner.cache.slot_bytes)
 
     def run(self, batch: Batch, planning: float) -> None:

@@ -1,4 +1,4 @@
-"""Hears sources for cross-attention, and finds what texts look at in them, as jobs of the engine whose requests see them."""
+"""Runs the encoder on audio windows, and the alignment model, as jobs of the decoder's engine."""
 
 from __future__ import annotations
 

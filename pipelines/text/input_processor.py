@@ -226,7 +226,7 @@ class InputProcessor:
         return self._tools.conversations.format_of(template, bool(prompt.tools), prompt.ending)
 
     def _decoder_of(self, format: AnswerFormat | None) -> Callable[[list[int]], str]:
-        """Return what makes text of tokens, with the markers of a format that is parsed."""
+        """Return the detokenizer; it keeps the format's markers if the answer is parsed."""
         tools = self._tools
         return tools.decode if format is None else tools.special_tokens.decoder(format.markers, tools.decode)
 

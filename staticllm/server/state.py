@@ -1,4 +1,4 @@
-"""What the endpoints of one server share."""
+"""State shared by the endpoints of one server."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from ..packing.tokenized_text import TokenizedText
 from .loads import NewLoad
 
 QUERY, DOCUMENT = 1, 0
-"""Priorities. Texts from ``QUERY`` on have the latency limit T; those below are bulk work, which runs when no query waits."""
+"""Priorities. Texts from ``QUERY`` on have the latency limit T; lower ones are bulk work, which runs only when no query waits."""
 _TYPICAL_TOKENS, _TYPICAL_TEXTS = 64, 32
 """The batch from which the seconds per token of bulk texts are taken."""
 

@@ -52,7 +52,7 @@ OVERHEAD_WEIGHT = 0.2
 SLOWER_WEIGHT = 0.05
 """Weight of a slower call there, which other work may have delayed."""
 MOST_OVERHEAD = 3.0
-"""Most that counts there of one call, in plain calls."""
+"""Cap on one call's contribution, in units of a plain call."""
 NO_DRAFT_SECONDS = 3e-5
 """Time to find that there is no draft, in seconds."""
 DRAFT_SECONDS = 1e-4

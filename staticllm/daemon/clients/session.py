@@ -132,7 +132,7 @@ class Session:
         """
         model = self.model(handle)
         if not isinstance(model, SpeechService):
-            raise ConfigError(f"model {handle} hears nothing: it was not loaded as a speech model")
+            raise ConfigError(f"model {handle} is not a speech model")
         return model
 
     def claim(self, handle: int, asked: Claim) -> None:

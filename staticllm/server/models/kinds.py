@@ -55,7 +55,7 @@ Pipeline: TypeAlias = StaticLLMPipeline | StaticEmbeddingPipeline | StaticRerank
 ENCODER_REQUESTS = 16
 """Requests of an encoder that run at once; each may have many texts."""
 LIMITED_REQUESTS = 4096
-"""The same with a latency limit: a request that waited before the queue of texts would be late without anybody knowing."""
+"""The same with a latency limit: a request queued here would silently miss its deadline."""
 
 
 @dataclass(frozen=True)

@@ -179,9 +179,9 @@ def test_a_language_model_hears_nothing_and_sees_no_source(liar):
     answer = liar.ask(Kind.MODEL, directory=str(staticllm.demo_model_path()), candidates=[plain])
     assert liar.hear(source=5).kind is Kind.OK
     own, liar.handle = liar.handle, answer.body["model"]
-    assert "hears nothing" in refusal(liar.hear(source=6), "ConfigError")
+    assert "is not a speech model" in refusal(liar.hear(source=6), "ConfigError")
     assert "no speech model" in refusal(liar.submit(5))
-    assert "hears nothing" in refusal(liar.ask(Kind.ALIGN, liar.handle, source=5, tokens=[1]), "ConfigError")
+    assert "is not a speech model" in refusal(liar.ask(Kind.ALIGN, liar.handle, source=5, tokens=[1]), "ConfigError")
     assert liar.submit(0).kind is Kind.OK
     liar.handle = own
     for kind, body in ((Kind.SNAPSHOT, {"action": "load", "path": "/x", "key": "00", "identity": {}, "tokens": [1]}),
