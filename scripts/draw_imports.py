@@ -16,7 +16,7 @@ MAPPED = ("compiler_passes", "kvcache", "pipelines")
 """The folders beside ``staticllm/`` that install as ``staticllm.NAME``."""
 ONE_ROOM = ("compiler_passes", "kvcache")
 """The folders whose own files are one room."""
-BESIDE_PASSES = tuple(f"compiler_passes/{name}" for name in ("artifacts", "build", "conversion", "npu_compiler"))
+BESIDE_PASSES = tuple(f"compiler_passes/{name}" for name in ("artifacts", "compiling", "conversion", "npu_compiler"))
 """Rooms of ``compiler_passes/`` that hold no passes, and have doors of their own."""
 DOOR = "staticllm"
 """The room of ``staticllm/__init__.py``, which only names what others hold. Nothing below it may need it."""

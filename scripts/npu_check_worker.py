@@ -11,7 +11,7 @@ from pathlib import Path
 
 from npu_programs import programs_to_check
 
-from staticllm.compiler_passes.build.npu_platform import PLATFORMS
+from staticllm.compiler_passes.compiling.npu_platform import PLATFORMS
 from staticllm.compiler_passes.npu_compiler.child_compiler import ChildCompiler
 from staticllm.compiler_passes.npu_compiler.find import find_compiler
 from staticllm.compiler_passes.npu_compiler.wine_setup import set_up

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-from staticllm.compiler_passes.build.variants import choose_variants
+from staticllm.compiler_passes.compiling.variants import choose_variants
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex, plan_chunks

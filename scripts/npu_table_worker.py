@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from staticllm.compiler_passes.build.npu_platform import PLATFORMS, platform_of
+from staticllm.compiler_passes.compiling.npu_platform import PLATFORMS, platform_of
 from staticllm.compiler_passes.npu_compiler.find import find_compiler
 from staticllm.compiler_passes.npu_compiler.schedule import Schedule, read_schedule
 from staticllm.devices import get_core

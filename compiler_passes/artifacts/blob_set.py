@@ -29,7 +29,7 @@ from staticllm.system.file_lock import acquire
 from staticllm.system.files import fill_from, read_regular, whole_file
 from staticllm.system.threads import ThreadPool
 
-from ..build.kinds import KINDS
+from ..compiling.kinds import KINDS
 from .fingerprint import Fingerprint, bytes_digest, pass_digests, pieces_digest, with_article
 from .manifest import MAX_MANIFEST, Manifest, ManifestError, StoredBlob, decode, encode, is_blob_name, is_manifest
 

@@ -19,12 +19,12 @@ from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.system.threads import ThreadPool
 from staticllm.version import __version__
 
-from ..build import keep_small_constants
+from ..compiling import keep_small_constants
 
 PIECE = 16 << 20
 """Bytes per piece. A file's digest is the digest of its pieces' digests, which are computed in parallel."""
 _PASSES = Path(__file__).parents[1]
-_NO_PASSES = ("artifacts", "build", "conversion", "npu_compiler")
+_NO_PASSES = ("artifacts", "compiling", "conversion", "npu_compiler")
 """The rooms beside the passes, whose code does not change what a program computes."""
 _NO_DEFAULT = "-"
 

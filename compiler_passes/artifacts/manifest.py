@@ -21,8 +21,8 @@ from staticllm.core import KVType, Name, ProgramLayout, ProgramVariant
 from staticllm.errors import ConfigError
 from staticllm.system.typed import typed
 
-from ..build.compile import V
-from ..build.kinds import KINDS
+from ..compiling.compile import V
+from ..compiling.kinds import KINDS
 from .fingerprint import Fingerprint, bytes_digest
 
 SCHEMA = 9

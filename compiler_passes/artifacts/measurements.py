@@ -20,7 +20,7 @@ from filelock import Timeout
 from staticllm.system.file_lock import acquire
 from staticllm.system.files import read_regular, whole_file
 
-from ..build.compile import CompileOptions, V
+from ..compiling.compile import CompileOptions, V
 from .blob_set import COSTS, LOCK, SCRATCH, json_properties
 from .fingerprint import Fingerprint, bytes_digest, machine_values
 from .manifest import MAX_ENTRIES, cost_from_json, cost_to_json

@@ -22,7 +22,7 @@ from staticllm.errors import BlobError, DeviceError, last_line
 
 from ...kvcache.arena import Allocate
 from ..blocks.chain_model import ChainPort, OfPort, OfWire, OfWireRows, Place, WireType
-from ..build.chain import (
+from ..compiling.chain import (
     ChainPlan,
     CompiledChain,
     CompiledPart,
@@ -33,8 +33,8 @@ from ..build.chain import (
     PlannedSource,
     RowsOf,
 )
-from ..build.chain_compiler import compile_for_host
-from ..build.weight_bank import WeightBank, Weights
+from ..compiling.chain_compiler import compile_for_host
+from ..compiling.weight_bank import WeightBank, Weights
 from .blob_set import ImportTarget, Piece, import_blob, tensor_of
 
 WEIGHTS, BANK = "weights", "bank"

@@ -21,8 +21,8 @@ from staticllm.system.files import read_regular
 from staticllm.system.scratch_folder import ScratchFolder
 from staticllm.system.threads import close_when_collected
 
-from ..build.npu_compiler import DEFAULT_SECONDS, NPUProgram
-from ..build.npu_platform import Platform, platform_of
+from ..compiling.npu_compiler import DEFAULT_SECONDS, NPUProgram
+from ..compiling.npu_platform import Platform, platform_of
 from .refusal import Log, lost_text, refused_text
 from .schedule import MAX_TRACE, read_schedule
 

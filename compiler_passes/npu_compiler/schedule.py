@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 
 from staticllm.errors import DeviceError, shown
 
-from ..build.npu_compiler import LayerTime, Schedule
-from ..build.npu_platform import Platform
+from ..compiling.npu_compiler import LayerTime, Schedule
+from ..compiling.npu_platform import Platform
 
 MAX_TRACE = 128 << 20
 """The most bytes of a trace. A block of a 0.5B model has 0.2 MB, a whole program of 24 such blocks 6 MB."""

@@ -18,7 +18,7 @@ from staticllm.devices import check_device, get_core, known_properties
 from staticllm.errors import PromptTooLongError
 from staticllm.properties import resolve
 
-from ...compiler_passes.build.compile import CompilePlan, compile_all
+from ...compiler_passes.compiling.compile import CompilePlan, compile_all
 from ...kvcache.step import Segment, buffer_bytes
 from ..embedding.encoder_files import read_encoder_files
 from ..llm_pipeline import StaticLLMPipeline

@@ -19,9 +19,9 @@ from staticllm.properties import resolve
 
 from ...compiler_passes.artifacts.cache import BlobCache, key_of
 from ...compiler_passes.artifacts.measurements import CostsPlace
-from ...compiler_passes.build.compile import CompiledPrograms, CompilePlan, compile_all, first_variants
-from ...compiler_passes.build.dry_run import run_apart
-from ...compiler_passes.build.layout import PROGRAM_BYTES
+from ...compiler_passes.compiling.compile import CompiledPrograms, CompilePlan, compile_all, first_variants
+from ...compiler_passes.compiling.dry_run import run_apart
+from ...compiler_passes.compiling.layout import PROGRAM_BYTES
 from ..loading.kind import LoadJob, ProgramKind
 from ..loading.load import load_job
 from .npu_programs import CompiledForReport, compile_for_report, unknown_of

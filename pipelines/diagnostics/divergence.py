@@ -22,7 +22,7 @@ from staticllm.devices import get_core, kind
 from staticllm.errors import ConfigError, ModelError, last_line
 from staticllm.sources.model_at import check_model_dir
 
-from ...compiler_passes.build.compile import compile_all
+from ...compiler_passes.compiling.compile import compile_all
 from ...kvcache.step import Segment
 from ..loading.decoder_kind import DecoderPlan, prepare
 from ..programs.model_runner import ModelRunner

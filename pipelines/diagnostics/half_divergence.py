@@ -12,7 +12,7 @@ from staticllm.core import Variant
 from staticllm.devices import check_device, get_core, is_present, kind
 from staticllm.errors import ConfigError, NumericalError
 
-from ...compiler_passes.build.compile import compile_all
+from ...compiler_passes.compiling.compile import compile_all
 from ..loading.decoder_kind import DecoderJob, DecoderPlan
 from ..loading.kind import LoadJob
 from ..programs.model_runner import ModelRunner

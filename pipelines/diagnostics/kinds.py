@@ -19,7 +19,7 @@ from staticllm.sources.model_at import check_model_dir
 
 from ...compiler_passes.artifacts.blob_set import read_manifest, rewrite_manifest
 from ...compiler_passes.artifacts.manifest import Manifest
-from ...compiler_passes.build.kinds import KINDS
+from ...compiler_passes.compiling.kinds import KINDS
 from ..loading.kind import LoadJob
 from .diagnosis import Diagnosis
 from .reports import Verdict

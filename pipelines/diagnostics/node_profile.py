@@ -16,9 +16,9 @@ from staticllm.devices import get_core, supported_properties
 from staticllm.errors import ConfigError
 from staticllm.sources.model_at import check_model_dir
 
-from ...compiler_passes.build.chain import device_models
-from ...compiler_passes.build.compile import compile_all
-from ...compiler_passes.build.dry_run import bound_request, random_feeds
+from ...compiler_passes.compiling.chain import device_models
+from ...compiler_passes.compiling.compile import compile_all
+from ...compiler_passes.compiling.dry_run import bound_request, random_feeds
 from ..loading.decoder_kind import DecoderPlan, prepare
 from .reports import CallProfile, NodeShare
 from .settings import label_of

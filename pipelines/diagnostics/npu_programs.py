@@ -14,10 +14,10 @@ import openvino as ov
 from staticllm.core import Variant
 
 from ...compiler_passes.blocks.chain_model import OfPort
-from ...compiler_passes.build.chain import CompiledChain, EntryOf, HostPart, PartBlob, PlannedCall, wire_bytes
-from ...compiler_passes.build.compile import CompilePlan, compile_all
-from ...compiler_passes.build.npu_compiler import Schedule
-from ...compiler_passes.build.npu_platform import Platform
+from ...compiler_passes.compiling.chain import CompiledChain, EntryOf, HostPart, PartBlob, PlannedCall, wire_bytes
+from ...compiler_passes.compiling.compile import CompilePlan, compile_all
+from ...compiler_passes.compiling.npu_compiler import Schedule
+from ...compiler_passes.compiling.npu_platform import Platform
 from ...compiler_passes.npu_compiler.schedule import heaviest
 from ..costs.model import CostModel
 from ..loading.kind import LoadJob

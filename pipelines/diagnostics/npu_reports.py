@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from ...compiler_passes.build.npu_compiler import LayerTime
+from ...compiler_passes.compiling.npu_compiler import LayerTime
 from .reports import MemoryEstimate, ModelReport, mib
 
 Role = Literal["head", "block", "tail"]

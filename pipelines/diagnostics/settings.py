@@ -13,9 +13,9 @@ from staticllm.core import Part, Variant
 from staticllm.devices import get_core, is_present, kind, type_name
 from staticllm.sources.model_at import check_model_dir
 
-from ...compiler_passes.build.autotune import LARGE_GROUP, Probe, repeated_matrices
-from ...compiler_passes.build.chain import device_models
-from ...compiler_passes.build.compile import CompileOptions
+from ...compiler_passes.compiling.autotune import LARGE_GROUP, Probe, repeated_matrices
+from ...compiler_passes.compiling.chain import device_models
+from ...compiler_passes.compiling.compile import CompileOptions
 from ..loading.decoder_kind import prepare
 from ..programs.bind import BoundPrograms
 from .reports import ChosenSettings, TokenTimes
@@ -62,8 +62,8 @@ def candidates(core: ov.Core, options: CompileOptions) -> dict[str, Mapping[str,
 def probe_times(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> Iterator[TokenTimes]:
     """Yield the times of one product with each shape of matrix that the model repeats, with each setting and number of rows.
 
-    The calibration chooses by the same products (``compiler_passes/build/autotune.py``). The candidates run in turn, and no cache
-    holds the weights. Only the CPU has candidates, and only models with compressed weights. Raises what ``prepare`` raises.
+    The calibration chooses by the same products (``compiler_passes/compiling/autotune.py``). The candidates run in turn, and no
+    cache holds the weights. Only the CPU has candidates, and only models with compressed weights. Raises what ``prepare`` raises.
     """
     plan = prepare(check_model_dir(models_path, False), device, config)
     matrices = repeated_matrices(plan.lowered.graph.model) if kind(device) == "CPU" else []

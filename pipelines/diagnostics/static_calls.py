@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from staticllm.core import Variant
 from staticllm.sources.model_at import check_model_dir
 
-from ...compiler_passes.build.chain import device_models
-from ...compiler_passes.build.dry_run import bound_request, random_feeds
+from ...compiler_passes.compiling.chain import device_models
+from ...compiler_passes.compiling.dry_run import bound_request, random_feeds
 from ..costs.probe import timed_run
 from ..llm_pipeline import StaticLLMPipeline
 from ..loading.decoder_kind import prepare

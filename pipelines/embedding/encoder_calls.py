@@ -20,7 +20,7 @@ from staticllm.ports import (
     present_names,
 )
 
-from ...compiler_passes.build.chain import AnyProgram
+from ...compiler_passes.compiling.chain import AnyProgram
 from .packing.chunks import ChunkBuffers, ChunkCache, ContinuedText, new_presents
 from .packing.encoder_buffers import EncoderBuffers
 from .packing.tokenized_text import TokenizedText

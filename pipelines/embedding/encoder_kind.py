@@ -21,8 +21,8 @@ from staticllm.ports import INPUT_IDS
 from ...compiler_passes import model_kind
 from ...compiler_passes.artifacts.fingerprint import DENSE
 from ...compiler_passes.artifacts.manifest import Manifest, stored
-from ...compiler_passes.build.compile import CompiledPrograms, CompilePlan, StartWith
-from ...compiler_passes.build.layout import fixed_layout
+from ...compiler_passes.compiling.compile import CompiledPrograms, CompilePlan, StartWith
+from ...compiler_passes.compiling.layout import fixed_layout
 from ...compiler_passes.encoder import encoder_passes
 from ...compiler_passes.lower_encoder import lower_encoder
 from ...compiler_passes.model_kind import check_kind, is_lowered_as, kind_of

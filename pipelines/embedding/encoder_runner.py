@@ -13,7 +13,7 @@ import openvino as ov
 from staticllm.core import EncoderShape, EncoderVariant, OnProgress, Pooling, ProgressEvent
 from staticllm.system.long_calls import attended, told
 
-from ...compiler_passes.build.chain import AnyProgram
+from ...compiler_passes.compiling.chain import AnyProgram
 from ..costs.model import STABLE_CALLS, CostModel
 from ..programs.bind import BoundRequest
 from .packing.chunks import (

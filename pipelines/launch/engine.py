@@ -17,9 +17,9 @@ from staticllm.devices import kind
 from staticllm.errors import ClosedError, DeviceError
 from staticllm.model_dir import DECODER_POSITIONS, max_positions
 
-from ...compiler_passes.build.chain import AnyProgram
-from ...compiler_passes.build.compile import DecoderPrograms
-from ...compiler_passes.build.dry_run import random_feeds, run_apart
+from ...compiler_passes.compiling.chain import AnyProgram
+from ...compiler_passes.compiling.compile import DecoderPrograms
+from ...compiler_passes.compiling.dry_run import random_feeds, run_apart
 from ..engine.engine import Engine
 from ..engine.hosted_engine import HostedEngine
 from ..engine.jobs import JobHost

@@ -16,8 +16,8 @@ from staticllm.system.file_lock import Lease
 from staticllm.system.long_calls import unless, wait_for_left
 from staticllm.system.threads import LazyThread
 
-from ...compiler_passes.build.chain import AnyProgram
-from ...compiler_passes.build.compile import CompiledPrograms, CompilePlan, S, V, compile_each
+from ...compiler_passes.compiling.chain import AnyProgram
+from ...compiler_passes.compiling.compile import CompiledPrograms, CompilePlan, S, V, compile_each
 from ..costs.model import CostModel
 
 CLOSE_TIMEOUT = 5.0

@@ -15,7 +15,7 @@ from ...compiler_passes.artifacts.blob_set import failed_verification_text, read
 from ...compiler_passes.artifacts.cache import BlobCache, key_of
 from ...compiler_passes.artifacts.crashes import quarantine_text
 from ...compiler_passes.artifacts.manifest import Manifest
-from ...compiler_passes.build.compile import CompiledPrograms, S, V
+from ...compiler_passes.compiling.compile import CompiledPrograms, S, V
 from .export import Exported, SetPlace
 from .kind import Job, R
 

@@ -23,11 +23,11 @@ from staticllm.model_dir import check_model_files, path_of, weights_size
 
 from ...compiler_passes.artifacts.blob_set import json_properties
 from ...compiler_passes.artifacts.manifest import Manifest
-from ...compiler_passes.build.autotune import ProbedProgram, ProbeTimes, calibrated, layers_speedup
-from ...compiler_passes.build.compile import CompiledPrograms, CompileOptions, CompilePlan, StartWith
-from ...compiler_passes.build.device_memory import device_allocator
-from ...compiler_passes.build.dry_run import random_feeds
-from ...compiler_passes.build.layout import (
+from ...compiler_passes.compiling.autotune import ProbedProgram, ProbeTimes, calibrated, layers_speedup
+from ...compiler_passes.compiling.compile import CompiledPrograms, CompileOptions, CompilePlan, StartWith
+from ...compiler_passes.compiling.device_memory import device_allocator
+from ...compiler_passes.compiling.dry_run import random_feeds
+from ...compiler_passes.compiling.layout import (
     is_worth_a_copy,
     may_have_few_rows,
     phase_properties,
@@ -36,7 +36,7 @@ from ...compiler_passes.build.layout import (
     with_host_slots,
     with_kv_slots,
 )
-from ...compiler_passes.build.variants import choose_variants, first_to_serve
+from ...compiler_passes.compiling.variants import choose_variants, first_to_serve
 from ...compiler_passes.decoder import decoder_passes, with_adapters
 from ...compiler_passes.graph.step_graph import StepGraph
 from ...compiler_passes.lower import LoweredModel, lower

@@ -39,10 +39,10 @@ from ...compiler_passes.artifacts.fingerprint import Fingerprint
 from ...compiler_passes.artifacts.manifest import Manifest, VariantFile, to_json
 from ...compiler_passes.artifacts.measurements import CostsPlace
 from ...compiler_passes.artifacts.stored_chain import ChainFiles, export_part, import_part
-from ...compiler_passes.build.chain import CompiledChain
-from ...compiler_passes.build.compile import CompiledPrograms, CompilePlan, S, V, compile_all
-from ...compiler_passes.build.dry_run import run_apart
-from ...compiler_passes.build.weight_bank import WeightBank
+from ...compiler_passes.compiling.chain import CompiledChain
+from ...compiler_passes.compiling.compile import CompiledPrograms, CompilePlan, S, V, compile_all
+from ...compiler_passes.compiling.dry_run import run_apart
+from ...compiler_passes.compiling.weight_bank import WeightBank
 from .kind import Job, LoadJob, R
 
 DEFAULT_BLOB = "openvino_model.blob"

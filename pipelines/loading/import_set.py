@@ -30,9 +30,9 @@ from ...compiler_passes.artifacts.fingerprint import Fingerprint
 from ...compiler_passes.artifacts.manifest import Manifest, stored
 from ...compiler_passes.artifacts.measurements import CostsPlace
 from ...compiler_passes.artifacts.stored_chain import BANK, WEIGHTS, import_part, read_bank, read_chain, stems_of
-from ...compiler_passes.build.chain import AnyProgram, CompiledChain, CompiledPart
-from ...compiler_passes.build.compile import CompiledPrograms, CompileOptions, S, V
-from ...compiler_passes.build.device_memory import device_allocator
+from ...compiler_passes.compiling.chain import AnyProgram, CompiledChain, CompiledPart
+from ...compiler_passes.compiling.compile import CompiledPrograms, CompileOptions, S, V
+from ...compiler_passes.compiling.device_memory import device_allocator
 from .background import DeferredImports
 from .kind import Job, Loaded, LoadJob, Origin, R
 from .npu_target import check_requirements

@@ -1,7 +1,7 @@
 """What loading, compiling, storing and measuring programs must know of a kind of model; all else is written once.
 
 A new kind says how a model is lowered and which sizes its programs have (``lower``), what a call of random values is
-(``random_call``), and what runs its programs (``runner``); ``fits`` recognises its graph. A row in ``build/kinds.py`` makes
+(``random_call``), and what runs its programs (``runner``); ``fits`` recognises its graph. A row in ``compiling/kinds.py`` makes
 it known.
 """
 
@@ -32,12 +32,12 @@ from ...compiler_passes.artifacts.blob_set import json_properties
 from ...compiler_passes.artifacts.fingerprint import Fingerprint, fingerprint_model, machine_values, with_article
 from ...compiler_passes.artifacts.manifest import Manifest
 from ...compiler_passes.artifacts.measurements import KeptCosts, probes_in
-from ...compiler_passes.build.autotune import ProbeMemory, ProbeTimes
-from ...compiler_passes.build.chain_compiler import ChainCompiler
-from ...compiler_passes.build.compile import CompiledPrograms, CompileOptions, CompilePlan, S, StartWith, V
-from ...compiler_passes.build.device_memory import device_allocator
-from ...compiler_passes.build.keep_small_constants import keep_small_constants
-from ...compiler_passes.build.layout import fixed_layout, phase_properties
+from ...compiler_passes.compiling.autotune import ProbeMemory, ProbeTimes
+from ...compiler_passes.compiling.chain_compiler import ChainCompiler
+from ...compiler_passes.compiling.compile import CompiledPrograms, CompileOptions, CompilePlan, S, StartWith, V
+from ...compiler_passes.compiling.device_memory import device_allocator
+from ...compiler_passes.compiling.keep_small_constants import keep_small_constants
+from ...compiler_passes.compiling.layout import fixed_layout, phase_properties
 from ..costs.model import CostModel
 from .background import DeferredPrograms
 from .npu_target import NPUTarget

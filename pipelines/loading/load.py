@@ -23,8 +23,8 @@ from ...compiler_passes.artifacts.blob_set import check_kind, read_steadily, rem
 from ...compiler_passes.artifacts.crashes import check_crashes
 from ...compiler_passes.artifacts.manifest import Manifest
 from ...compiler_passes.artifacts.measurements import CostsPlace
-from ...compiler_passes.build.compile import CompilePlan, S, V, compile_all
-from ...compiler_passes.build.layout import program_mode
+from ...compiler_passes.compiling.compile import CompilePlan, S, V, compile_all
+from ...compiler_passes.compiling.layout import program_mode
 from .background import DeferredPrograms, SecondProgram
 from .cached import CacheEntry, CacheUnusableError
 from .decoder_kind import LoadedDecoder, job_of

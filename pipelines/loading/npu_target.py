@@ -16,10 +16,10 @@ from staticllm.errors import BlobError, ConfigError
 
 from ...compiler_passes.artifacts.fingerprint import passes_digest
 from ...compiler_passes.blocks.chain_model import ChainPart
-from ...compiler_passes.build.chain import CompiledPart, PartBlob
-from ...compiler_passes.build.chain_compiler import compile_for_host
-from ...compiler_passes.build.npu_compiler import DEFAULT_SECONDS, NPUCompiler, NPUProgram
-from ...compiler_passes.build.npu_platform import Platform
+from ...compiler_passes.compiling.chain import CompiledPart, PartBlob
+from ...compiler_passes.compiling.chain_compiler import compile_for_host
+from ...compiler_passes.compiling.npu_compiler import DEFAULT_SECONDS, NPUCompiler, NPUProgram
+from ...compiler_passes.compiling.npu_platform import Platform
 
 FEW_ROWS, FEW_TILES = 16, 2
 """A call of few rows waits for the weights: more tiles than these cost it time, and others need all (docs/npu.md)."""

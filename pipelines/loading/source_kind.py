@@ -19,7 +19,7 @@ from staticllm.ports import INPUT_FEATURES, INPUT_IDS
 from staticllm.system.long_calls import told
 
 from ...compiler_passes.artifacts.fingerprint import file_digest
-from ...compiler_passes.build.compile import CompiledPrograms, CompilePlan, StartWith
+from ...compiler_passes.compiling.compile import CompiledPrograms, CompilePlan, StartWith
 from ...compiler_passes.lower_alignment import lower_alignment
 from ...compiler_passes.lower_source import LoweredForOneSource, lower_source
 from ..programs.source_runner import AlignmentRunner, SourceRunner

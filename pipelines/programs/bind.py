@@ -31,7 +31,7 @@ from staticllm.ports import (
 )
 from staticllm.system.threads import ThreadPool
 
-from ...compiler_passes.build.chain import AnyProgram, bind_calls
+from ...compiler_passes.compiling.chain import AnyProgram, bind_calls
 from ...compiler_passes.states.store_kv_as import ELEMENT_TYPES
 from ...kvcache.arena import Allocate
 from ...kvcache.cache import KVCache

@@ -14,7 +14,7 @@ from staticllm.core import AlignmentShape, SourceShape, SourceVariant
 from staticllm.ports import ALIGNMENT, INPUT_FEATURES, INPUT_IDS
 from staticllm.system.long_calls import attended
 
-from ...compiler_passes.build.chain import AnyProgram
+from ...compiler_passes.compiling.chain import AnyProgram
 from ...compiler_passes.states.store_kv_as import ELEMENT_TYPES
 from ...kvcache.finite import is_finite
 from ...kvcache.groups import group_states, place_of

@@ -10,7 +10,7 @@ from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.core import OnProgress, ProgressEvent, Variant
 from staticllm.system.long_calls import attended, told
 
-from ...compiler_passes.build.compile import DecoderPrograms
+from ...compiler_passes.compiling.compile import DecoderPrograms
 from ...kvcache.step import BufferPool, StepBuffers
 from ..costs.model import CostModel
 from .bind import BoundPrograms, HostMemory, Program, allocate, bind

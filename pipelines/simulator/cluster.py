@@ -15,7 +15,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import ProgramLayout, ProgramMode
 from staticllm.errors import ConfigError
 
-from ...compiler_passes.build.variants import choose_variants
+from ...compiler_passes.compiling.variants import choose_variants
 from ..profiling.records import RequestRecord
 from ..programs.variant_index import VariantIndex
 from ..scheduling.interface import Policy

@@ -210,7 +210,7 @@ def doctor(
     """
     model = one_model(model, named)
     if platform is not None:
-        from staticllm.compiler_passes.build.npu_platform import platform_of
+        from staticllm.compiler_passes.compiling.npu_platform import platform_of
 
         platform_of(platform)
         if model is None:

@@ -53,7 +53,7 @@ def npu_target(
         yield None
         return
     from staticllm.compiler_passes.artifacts.measurements import usable_cores
-    from staticllm.compiler_passes.build.npu_platform import platform_of
+    from staticllm.compiler_passes.compiling.npu_platform import platform_of
     from staticllm.compiler_passes.npu_compiler.find import find_compiler
     from staticllm.pipelines.loading.npu_target import NPUTarget
 

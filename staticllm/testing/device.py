@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.compiler_passes.build.variants import first_to_serve
+from staticllm.compiler_passes.compiling.variants import first_to_serve
 from staticllm.core import KVState, MaskKind, ModelShape, RecurrentState, Variant
 from staticllm.kvcache.cache import KVCache
 from staticllm.kvcache.step import BufferPool, StepBuffers

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 import openvino_genai as genai
 
-from staticllm.compiler_passes.build.compile import CompiledPrograms, CompileOptions, DecoderPrograms
-from staticllm.compiler_passes.build.variants import choose_variants
+from staticllm.compiler_passes.compiling.compile import CompiledPrograms, CompileOptions, DecoderPrograms
+from staticllm.compiler_passes.compiling.variants import choose_variants
 from staticllm.config import Scheduler
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import encoding

@@ -33,7 +33,7 @@ def test_a_device_reads_weights_where_they_are(model_path, monkeypatch):
     This is the one risk of programs in blocks that no compiler shows. Run it with ``-s``: it prints the milliseconds of a decode
     step with the weights in memory of the device, and in other memory, and what a call costs beside its work.
     """
-    from staticllm.compiler_passes.build import device_memory
+    from staticllm.compiler_passes.compiling import device_memory
     from staticllm.devices import get_core
 
     if device_memory.device_allocator(get_core(), DEVICE) is None:

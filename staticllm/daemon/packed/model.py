@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import openvino as ov
 
-from staticllm.compiler_passes.build.chain import device_models
-from staticllm.compiler_passes.build.compile import StartWith
+from staticllm.compiler_passes.compiling.chain import device_models
+from staticllm.compiler_passes.compiling.compile import StartWith
 from staticllm.config import StaticLLMConfig
 from staticllm.core import MaskKind, Variant
 from staticllm.daemon.packed.replay import Array, Caller, OriginalModel, Replay

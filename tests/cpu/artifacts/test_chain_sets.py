@@ -23,7 +23,7 @@ from staticllm.compiler_passes.artifacts.stored_chain import (
     read_chain,
     stems_of,
 )
-from staticllm.compiler_passes.build.weight_bank import WeightBank, Weights
+from staticllm.compiler_passes.compiling.weight_bank import WeightBank, Weights
 from staticllm.errors import BlobError
 
 SHORT = {"MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 32, "MAX_NUM_SEQS": 2, **EXACT}

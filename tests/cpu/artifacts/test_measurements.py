@@ -17,7 +17,7 @@ from staticllm.compiler_passes.artifacts.blob_set import COSTS, LOCK, copy_set, 
 from staticllm.compiler_passes.artifacts.cache import BlobCache
 from staticllm.compiler_passes.artifacts.fingerprint import bytes_digest
 from staticllm.compiler_passes.artifacts.measurements import CostsPlace, KeptProbes, MeasurementFile, probes_in
-from staticllm.compiler_passes.build.compile import CompileOptions
+from staticllm.compiler_passes.compiling.compile import CompileOptions
 from staticllm.core import Variant
 from staticllm.devices import get_core
 from staticllm.pipelines.costs import probe as cost_probe

@@ -11,7 +11,7 @@ from support.models.whisper_directory import sound, write_whisper
 from support.npu_compiler.priced import PricedCompiler
 
 from staticllm import StaticWhisperPipeline
-from staticllm.compiler_passes.build.npu_platform import PLATFORMS
+from staticllm.compiler_passes.compiling.npu_platform import PLATFORMS
 from staticllm.devices import check_known
 from staticllm.errors import ConfigError
 from staticllm.pipelines.diagnostics import speech_diagnosis

@@ -7,7 +7,7 @@ import numpy as np
 import openvino as ov
 import pytest
 
-from staticllm.compiler_passes.build import compile as compile_programs
+from staticllm.compiler_passes.compiling import compile as compile_programs
 from staticllm.daemon.packed import model as module
 from staticllm.daemon.packed.model import PackedModel
 from staticllm.daemon.sharing.devices import Devices

@@ -15,7 +15,7 @@ from openvino import opset13 as ops
 from support.command_line import in_here
 from support.models.lora_files import linear_layers
 
-from staticllm.compiler_passes.build.dry_run import random_feeds
+from staticllm.compiler_passes.compiling.dry_run import random_feeds
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.devices import check_known, get_core

@@ -20,7 +20,7 @@ from support.npu_compiler.priced import TAIL_US, PricedCompiler, block_us
 
 from staticllm.cli import npu_platform
 from staticllm.compiler_passes.artifacts.stored_chain import stems_of
-from staticllm.compiler_passes.build.npu_platform import PLATFORMS
+from staticllm.compiler_passes.compiling.npu_platform import PLATFORMS
 from staticllm.compiler_passes.npu_compiler import find
 from staticllm.compiler_passes.npu_compiler.child_compiler import ChildCompiler, Launch
 from staticllm.devices import check_known

@@ -10,9 +10,9 @@ from support.helpers import EXACT, FINGERPRINT
 from staticllm import StaticLLMPipeline
 from staticllm.compiler_passes.artifacts.fingerprint import Fingerprint
 from staticllm.compiler_passes.blocks.chain_model import ChainPart
-from staticllm.compiler_passes.build.chain import HostPart, PartBlob
-from staticllm.compiler_passes.build.npu_compiler import NPUProgram
-from staticllm.compiler_passes.build.npu_platform import PLATFORMS
+from staticllm.compiler_passes.compiling.chain import HostPart, PartBlob
+from staticllm.compiler_passes.compiling.npu_compiler import NPUProgram
+from staticllm.compiler_passes.compiling.npu_platform import PLATFORMS
 from staticllm.compiler_passes.graph.step_graph import named_parameter, named_result
 from staticllm.errors import BlobError
 from staticllm.pipelines.loading import import_set

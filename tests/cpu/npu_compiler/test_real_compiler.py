@@ -17,7 +17,7 @@ from support.encoders.encoder_directories import a_directory
 from support.npu_compiler.models import a_layer, a_refused_model, a_weighted_model
 
 from staticllm.compiler_passes.artifacts.blob_set import read_manifest
-from staticllm.compiler_passes.build.npu_platform import PLATFORMS
+from staticllm.compiler_passes.compiling.npu_platform import PLATFORMS
 from staticllm.compiler_passes.npu_compiler.find import find_compiler
 from staticllm.core import EncoderVariant
 from staticllm.errors import DeviceError

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from staticllm.compiler_passes.build.npu_platform import PLATFORMS, platform_of
+from staticllm.compiler_passes.compiling.npu_platform import PLATFORMS, platform_of
 from staticllm.compiler_passes.npu_compiler import schedule as module
 from staticllm.compiler_passes.npu_compiler.refusal import Log, refused_text
 from staticllm.compiler_passes.npu_compiler.schedule import heaviest, read_schedule

@@ -17,9 +17,9 @@ from staticllm.compiler_passes.blocks.dataflow import fold_shapes
 from staticllm.compiler_passes.blocks.drop_idle import drop_idle
 from staticllm.compiler_passes.blocks.grouping import group_segments
 from staticllm.compiler_passes.blocks.split import Splitter
-from staticllm.compiler_passes.build.chain import CompiledChain
-from staticllm.compiler_passes.build.chain_compiler import ChainCompiler, ChainSource, compile_model
-from staticllm.compiler_passes.build.dry_run import random_feeds, run_apart
+from staticllm.compiler_passes.compiling.chain import CompiledChain
+from staticllm.compiler_passes.compiling.chain_compiler import ChainCompiler, ChainSource, compile_model
+from staticllm.compiler_passes.compiling.dry_run import random_feeds, run_apart
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.errors import DeviceError, UnsupportedModelError

@@ -10,8 +10,8 @@ from support.encoders.encoder_models import ARCHIVES, Alone, Packed, TinyEncoder
 from support.models.compressed_weights import compress
 
 from staticllm.compiler_passes.blocks.split import Splitter
-from staticllm.compiler_passes.build.chain_compiler import ChainCompiler, ChainSource
-from staticllm.compiler_passes.build.dry_run import run_apart
+from staticllm.compiler_passes.compiling.chain_compiler import ChainCompiler, ChainSource
+from staticllm.compiler_passes.compiling.dry_run import run_apart
 from staticllm.compiler_passes.encoder import ENCODER_NPU
 from staticllm.compiler_passes.graph.step_graph import StepGraph
 from staticllm.compiler_passes.lower_encoder import lower_encoder

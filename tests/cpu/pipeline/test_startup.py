@@ -11,7 +11,7 @@ from support.helpers import PROMPT, SHORT, tokens_of
 
 from staticllm import StaticLLMPipeline
 from staticllm.compiler_passes.artifacts.cache import BlobCache
-from staticllm.compiler_passes.build import autotune
+from staticllm.compiler_passes.compiling import autotune
 from staticllm.errors import BlobError, ConfigError, DeviceError, ModelError, SnapshotError
 from staticllm.pipelines.launch import engine as launch
 from staticllm.pipelines.launch import text_reader

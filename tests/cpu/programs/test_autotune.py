@@ -10,8 +10,8 @@ import pytest
 from openvino import opset13 as ops
 
 from staticllm import demo_model_path
-from staticllm.compiler_passes.build import autotune
-from staticllm.compiler_passes.build.autotune import (
+from staticllm.compiler_passes.compiling import autotune
+from staticllm.compiler_passes.compiling.autotune import (
     GROUP_SIZE,
     LARGE_GROUP,
     PRECISION,
@@ -21,8 +21,8 @@ from staticllm.compiler_passes.build.autotune import (
     first_layers,
     layers_speedup,
 )
-from staticllm.compiler_passes.build.compile import CompileOptions
-from staticllm.compiler_passes.build.dry_run import random_feeds, run_apart
+from staticllm.compiler_passes.compiling.compile import CompileOptions
+from staticllm.compiler_passes.compiling.dry_run import random_feeds, run_apart
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.devices import get_core

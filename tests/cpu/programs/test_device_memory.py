@@ -9,7 +9,7 @@ from support.helpers import EXACT
 
 from staticllm import StaticLLMPipeline
 from staticllm.compiler_passes.artifacts.stored_chain import BANK, WEIGHTS, ChainFiles, read_bank
-from staticllm.compiler_passes.build.weight_bank import WeightBank, Weights
+from staticllm.compiler_passes.compiling.weight_bank import WeightBank, Weights
 from staticllm.errors import ConfigError
 from staticllm.kvcache.arena import Arena
 from staticllm.pipelines.loading import decoder_kind, import_set, kind

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from staticllm.compiler_passes.build.compile import compile_all
-from staticllm.compiler_passes.build.dry_run import random_feeds, run_apart
+from staticllm.compiler_passes.compiling.compile import compile_all
+from staticllm.compiler_passes.compiling.dry_run import random_feeds, run_apart
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.kvcache.step import Segment

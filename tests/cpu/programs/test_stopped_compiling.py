@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from staticllm.compiler_passes.build.compile import compile_each
+from staticllm.compiler_passes.compiling.compile import compile_each
 from staticllm.core import Variant
 
 

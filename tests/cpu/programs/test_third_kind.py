@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from openvino import opset13 as ops
 
 from staticllm.cli import cli
-from staticllm.compiler_passes.build.compile import CompilePlan
-from staticllm.compiler_passes.build.kinds import KINDS, register
+from staticllm.compiler_passes.compiling.compile import CompilePlan
+from staticllm.compiler_passes.compiling.kinds import KINDS, register
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Size
 from staticllm.errors import BlobError

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from staticllm.compiler_passes.blocks.chain_model import OfWire, OfWireRows, WireType
-from staticllm.compiler_passes.build.chain import ChainPlan, PlannedCall, make_wires, wire_bytes
+from staticllm.compiler_passes.compiling.chain import ChainPlan, PlannedCall, make_wires, wire_bytes
 
 BYTES = 64
 

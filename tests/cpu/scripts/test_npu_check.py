@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from staticllm.compiler_passes.build.npu_platform import PLATFORMS
+from staticllm.compiler_passes.compiling.npu_platform import PLATFORMS
 from staticllm.errors import ConfigError, DeviceError
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"

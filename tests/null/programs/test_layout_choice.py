@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from staticllm.compiler_passes.build import layout
-from staticllm.compiler_passes.build.layout import (
+from staticllm.compiler_passes.compiling import layout
+from staticllm.compiler_passes.compiling.layout import (
     BASE_BYTES,
     HIDDEN_VALUES,
     INNER_VALUES,

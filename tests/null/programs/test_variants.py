@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from staticllm.compiler_passes.build.variants import choose_variants
+from staticllm.compiler_passes.compiling.variants import choose_variants
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.errors import ConfigError

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from staticllm.cli import cli
-from staticllm.compiler_passes.build.variants import block_variants, choose_variants, first_to_serve
+from staticllm.compiler_passes.compiling.variants import block_variants, choose_variants, first_to_serve
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.pipelines.programs.variant_index import VariantIndex, plan_chunks

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from staticllm.compiler_passes.build import compile as compile_programs
+from staticllm.compiler_passes.compiling import compile as compile_programs
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.diagnostics.reference import StatefulReference
 from staticllm.pipelines.loading import decoder_kind, kind

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from staticllm.compiler_passes.build.npu_compiler import LayerTime, NPUProgram, Schedule
+from staticllm.compiler_passes.compiling.npu_compiler import LayerTime, NPUProgram, Schedule
 from staticllm.errors import DeviceError
 
 TAIL_US, REQUIREMENTS = 50.0, "npu=4000;t=4"

@@ -15,7 +15,19 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from ..blocks.chain_model import ChainCall, ChainModel, ChainPort, OfPort, OfRows, OfWeights, OfWire, OfWireRows, Place, Source, WireType
+from ..blocks.chain_model import (
+    ChainCall,
+    ChainModel,
+    ChainPort,
+    OfPort,
+    OfRows,
+    OfWeights,
+    OfWire,
+    OfWireRows,
+    Place,
+    Source,
+    WireType,
+)
 from .weight_bank import WeightBank
 
 

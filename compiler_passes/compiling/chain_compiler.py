@@ -15,9 +15,9 @@ from staticllm.errors import DeviceError, last_line
 from staticllm.system.long_calls import LOOK_SECONDS, attended, checkpoint
 from staticllm.system.threads import ThreadPool
 
+from ...kvcache.arena import Allocate
 from ..blocks.chain_model import ChainPart
 from ..blocks.split import Splitter
-from ...kvcache.arena import Allocate
 from .chain import ChainPlan, CompiledChain, CompiledPart, HostPart, plan_chain
 from .weight_bank import WeightBank
 
