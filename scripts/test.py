@@ -12,7 +12,7 @@ import sys
 
 from _setup import ensure_environment, run
 
-OPTIONAL = ("examples", "adapters")
+OPTIONAL = ("examples", "adapters", "frozen")
 """The extras whose tests run with ``--all``; without them these tests are skipped."""
 
 MAX_WORKERS = 4

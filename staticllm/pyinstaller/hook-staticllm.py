@@ -17,6 +17,8 @@ from PyInstaller.utils.hooks import (
 
 PATTERNS = ["*.dll", "*.dylib", "lib*.so", "lib*.so.*"]
 """PyInstaller itself leaves out libraries whose version stands after .so."""
+PACKAGES = ("staticllm", "staticllm.compiler_passes", "staticllm.kvcache", "staticllm.pipelines")
+"""In an editable installation the last three do not lie in the first."""
 UNUSED = ("_onnx_", "_paddle_", "_pytorch_", "_tensorflow_", "_jax_", "_gguf_")
 """Parts of the names of libraries that read other formats than OpenVINO's own."""
 
@@ -40,7 +42,8 @@ def _is_installed(name: str) -> bool:
 
 datas = collect_data_files("staticllm")
 binaries = []
-hiddenimports = [name for name in collect_submodules("staticllm", on_error="ignore") if ".pyinstaller" not in name]
+collected = {name for package in PACKAGES for name in collect_submodules(package, on_error="ignore")}
+hiddenimports = sorted(name for name in collected if ".pyinstaller" not in name)
 for package in ("openvino", "openvino_genai", "openvino_tokenizers"):
     binaries += [
         entry

@@ -7,7 +7,18 @@ import tomllib
 
 WITH_A_REASON = {"openvino", "openvino-genai", "openvino-tokenizers", "uvicorn", "httpx"}
 OF_AN_ENVIRONMENT_OF_THEIR_OWN = {"export", "train"}
-OF_DEVELOPERS = {"clients", "test", "check", "docs", "release", "browser", "plot", "embed-test", "speech-test"}
+OF_DEVELOPERS = {
+    "clients",
+    "test",
+    "check",
+    "docs",
+    "release",
+    "browser",
+    "plot",
+    "embed-test",
+    "speech-test",
+    "frozen",
+}
 
 
 def project(root):
