@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -20,12 +20,13 @@ from ..engine.overflow import OverflowRule, overflow_rule, shorten
 from ..engine.request import EngineRequest, check_priority
 from ..generation.drafts import DEFAULT_NGRAM_SIZE, DraftParams
 from ..generation.genai_adapters import adapter_uses
+from ..generation.grammar import Grammar
 from ..generation.logits_processors import copies_for
 from ..generation.options.extra import ToolOptions
 from ..generation.options.resolve import FileOptions, GenerationOptions, copy_config, resolve
 from .call import GenerateCall, PreparedRequest
 from .chat_prompt import Prompt, encode_messages, encode_text
-from .conversations import AnswerFormat
+from .conversations import AnswerFormat, AnswerParser
 from .inputs import Form, Inputs, Messages, TokenInputs, check_ids, texts_of, token_ids
 from .tokenizer_tools import TokenizerTools
 
@@ -159,9 +160,7 @@ class InputProcessor:
         _check_tokens(options, vocab_size)
         own = options.extra.logits_processors
         asked = options.extra.tool_options
-        conversations = self._tools.conversations
         format = self._format_of(prompt, asked)
-        parser_of = partial(conversations.parser_of, tools=prompt.tools or asked.tools, options=options)
         request = EngineRequest(
             prompt=tuple(ids),
             sampling=self._tools.word_tokens.complete(options),
@@ -177,9 +176,7 @@ class InputProcessor:
             beams=options.beams,
             stop_strings=() if options.beams is None else tuple(sorted(options.stop_strings)),
             drafts=self._drafts_of(options, config.prompt_lookup),
-            grammar=options.grammar
-            if format is None and not asked.tools
-            else conversations.grammar_of(format, options),
+            grammar=self._grammar_of(format, options),
             adapters=self._scales_of(options.adapters),
             arrival=call.started,
         )
@@ -190,7 +187,7 @@ class InputProcessor:
             template_seconds=prompt.template_seconds,
             processors=copies_for(own, ids, options.num_sequences) if own else (),
             decode=self._decoder_of(format),
-            new_parser=None if format is None else partial(parser_of, format),
+            new_parser=self._parser_of(format, prompt.tools or asked.tools, options),
             num_dropped=len(prompt.ids) - len(ids),
         )
 
@@ -224,6 +221,18 @@ class InputProcessor:
             return None
         template = prompt.chat_template or str(self._tools.tokenizer.chat_template)
         return self._tools.conversations.format_of(template, bool(prompt.tools), prompt.ending)
+
+    def _grammar_of(self, format: AnswerFormat | None, options: GenerationOptions) -> Grammar | None:
+        """Return the grammar of the answer: that of the options, unless it is parsed or there are tools."""
+        if format is None and not options.extra.tool_options.tools:
+            return options.grammar
+        return self._tools.conversations.grammar_of(format, options)
+
+    def _parser_of(
+        self, format: AnswerFormat | None, tools: Sequence[Mapping[str, Any]], options: GenerationOptions
+    ) -> Callable[[], AnswerParser] | None:
+        """Return what makes the parser of an answer; None if it is not parsed."""
+        return None if format is None else partial(self._tools.conversations.parser_of, format, tools, options)
 
     def _decoder_of(self, format: AnswerFormat | None) -> Callable[[list[int]], str]:
         """Return the detokenizer; it keeps the format's markers if the answer is parsed."""

@@ -25,6 +25,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_HEADER = 256 << 20
 """The most bytes of metadata; a vocabulary of 256 k tokens with its merges has 16 MB."""
+_WINDOW = 1 << 20
+"""The bytes that are read at once of an array of texts."""
 MAX_KEYS, MAX_TENSORS, MAX_DIMENSIONS, MAX_NAME = 1 << 16, 1 << 16, 4, 1 << 10
 ALIGNMENT, MAX_ALIGNMENT = "general.alignment", 1 << 16
 ARCHITECTURE, SPLITS, FILE_TYPE = "general.architecture", "split.count", "general.file_type"
@@ -161,6 +163,25 @@ class _Reader:
     def text(self, what: str, most: int = MAX_HEADER) -> str:
         return self.take(self.count(f"the length of {what}", most), what).decode("utf-8", "replace")
 
+    def _texts(self, count: int, what: str) -> list[str]:
+        """Return the next texts, as ``text`` does, but read in windows: a vocabulary has a hundred thousand of them."""
+        found: list[str] = []
+        while len(found) < count:
+            start = self.at
+            window = self._file.read(min(_WINDOW, self.end - start))
+            place = 0
+            while len(found) < count and place + 8 <= len(window):
+                end = place + 8 + int.from_bytes(window[place : place + 8], "little")
+                if end > len(window):
+                    break
+                found.append(window[place + 8 : end].decode("utf-8", "replace"))
+                place = end
+            self._file.seek(start + place)
+            self.at = start + place
+            if len(found) < count:  # one that the window cuts, or the file
+                found.append(self.text(what))
+        return found
+
     def value(self, what: str) -> Any:
         """Return a value of metadata with its type."""
         kind = int(self.number(4, f"the type of {what}"))
@@ -176,7 +197,7 @@ class _Reader:
         kind = int(self.number(4, f"the type of {what}"))
         if kind == _STRING:
             count = self.count(f"the number of {what}", (self.end - self.at) // 8)
-            return [self.text(what) for _ in range(count)]
+            return self._texts(count, what)
         if kind not in _NUMBERS:
             raise _DamagedError(f"{what} is an array of the type {kind}: only numbers and texts can be in arrays")
         dtype = np.dtype(_NUMBERS[kind])
