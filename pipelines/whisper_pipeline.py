@@ -26,7 +26,6 @@ from staticllm.system.threads import check_may_wait, close_when_collected
 from .daemon_client.remote_engine import DaemonHome
 from .daemon_client.remote_launch import RemoteSpeech, check_sendable, remote_launcher
 from .engine.engine import Engine
-from .engine.hosted_engine import HostedEngine
 from .engine.jobs import JobHost, checked_host
 from .engine.request import check_priority
 from .launch.arguments import Candidate, read_tokenizer, resolve_candidates
@@ -159,7 +158,7 @@ class StaticWhisperPipeline:
     def shared_engine(self) -> JobHost | None:
         """The engine of ``engine``; None if the pipeline has none."""
         engine = self._model.engine
-        return engine.host if self._model.own_host is None and isinstance(engine, HostedEngine) else None
+        return engine.step_host.host if self._model.own_host is None and isinstance(engine, Engine) else None
 
     def generate(
         self,

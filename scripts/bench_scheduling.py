@@ -72,7 +72,7 @@ def table4_row(precision: str, num_prompt: int, num_new: int, options: argparse.
         for _ in range(options.rounds):
             rates.append(2 * saturated_rate(fcfs, load))
             for name, pipe in (("fcfs", fcfs), ("dynamic", dynamic)):
-                pipe.engine.profiler.trace = []
+                pipe.engine.core.profiler.trace = []
                 runs[name] = serve(pipe, load.prompts, num_new, rates[-1])
                 measured[name].append({**summary(runs[name]), "decode_call_ms": decode_call_ms(pipe)})
     median = {

@@ -78,7 +78,7 @@ def decode_call_ms(pipe: StaticLLMPipeline) -> float:
 
     Its change between two runs of one row is the change of the machine's speed.
     """
-    trace = cast(list[Any], pipe.engine.profiler.trace or [])  # run() has put a list there
+    trace = cast(list[Any], pipe.engine.core.profiler.trace or [])  # run() has put a list there
     steps = [record for record in trace if hasattr(record, "variant")]
     num_seqs = max((len(step.decode) for step in steps), default=0)
     return 1e3 * statistics.median(s.seconds for s in steps if len(s.decode) == num_seqs and not s.prefill)

@@ -82,9 +82,9 @@ def held(pipe: StaticLLMPipeline) -> tuple[int, int, int]:
     engine = pipe.engine
     return engine.run_between_steps(
         lambda: (
-            engine.runner.cache.slots.num_used - engine.kv_manager.prefix.idle_slots,
-            engine.kv_manager.host_pool.num_swapped_slots,
-            len(engine.kv_manager.states),
+            engine.runner.cache.slots.num_used - engine.core.device.kv_manager.prefix.idle_slots,
+            engine.core.device.kv_manager.host_pool.num_swapped_slots,
+            len(engine.core.device.kv_manager.states),
         )
     )
 

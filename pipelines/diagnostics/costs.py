@@ -43,7 +43,7 @@ def wait_for_costs(engine: Engine, seconds: float, on_progress: Callable[[int, i
     """
     until = time.monotonic() + seconds
     total = engine.run_between_steps(lambda: engine.runner.probe.num_left)
-    with engine.costs_awaited():
+    with engine.step_host.costs_awaited():
         while engine.runner.probe.num_left and time.monotonic() < until:
             on_progress(total - engine.runner.probe.num_left, total)
             time.sleep(POLL_SECONDS)

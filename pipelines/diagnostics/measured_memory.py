@@ -147,7 +147,7 @@ class Stages:
     def _count(self) -> dict[str, int]:
         assert self._pipe is not None
         runner = self._pipe.engine.runner
-        pool = self._pipe.engine.kv_manager.host_pool
+        pool = self._pipe.engine.core.device.kv_manager.host_pool
         blocks = runner.cache.arena.blocks
         slot_bytes = runner.cache.arena.num_bytes // max(runner.cache.num_slots, 1)
         return {

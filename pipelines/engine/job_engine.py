@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import threading
-
-from staticllm.errors import pipeline_closed
-from staticllm.system.threads import LazyThread, check_process, owned_device
+from staticllm.system.threads import owned_device
 
 from ..scheduling.job_scheduler import UrgentFirst
 from .jobs import JobSource, JobSources
+from .step_thread import StepThread
 
 
-class JobEngine:
+class JobEngine(StepThread):
     """The ``JobHost`` of a device without a language model. Its thread starts with the first job."""
 
     def __init__(self) -> None:
+        super().__init__("staticllm-jobs")
         self._jobs = JobSources()
         self._order = UrgentFirst()
-        self._lock = threading.RLock()
-        self._wake = threading.Condition(self._lock)
-        self._thread = LazyThread("staticllm-jobs")
-        self._is_closing = False
-        self._pid = os.getpid()
 
     def add_jobs(self, source: JobSource) -> None:
         """Run the jobs of a source from now on.
@@ -30,15 +23,15 @@ class JobEngine:
         Raises:
             ClosedError: the engine was closed, or belongs to another process.
         """
-        check_process(self._pid)
+        self.check_process()
         self._jobs.add(source)
-        source.attach(self._notify)
+        source.attach(self.need)
         if source.has_jobs:
-            self._notify()
+            self.need()
 
     def remove_jobs(self, source: JobSource) -> None:
         """Close a source after its current job. Nothing happens if the engine has closed it already."""
-        if os.getpid() == self._pid:
+        if self.is_ours:
             self._jobs.remove(source)
 
     def detach_jobs(self, source: JobSource) -> None:
@@ -47,25 +40,10 @@ class JobEngine:
 
     def close(self) -> None:
         """End the thread after its current job, and close all sources. A second call does nothing."""
-        if os.getpid() != self._pid:  # a forked child: thread and locks belong to the parent
-            return
-        with self._lock:
-            self._is_closing = True
-            self._wake.notify_all()
-        if self._thread.is_current:
-            return  # it closes the sources when it ends
-        self._thread.join()
-        self._jobs.close()
+        if self.end():
+            self._jobs.close()
 
-    def _notify(self) -> None:
-        check_process(self._pid)
-        with self._lock:
-            if self._is_closing:
-                raise pipeline_closed()
-            self._thread.start(self._loop)
-            self._wake.notify_all()
-
-    def _loop(self) -> None:
+    def _run(self) -> None:
         while self._waits_for_jobs():
             with owned_device():
                 jobs = self._jobs.views()
@@ -76,10 +54,10 @@ class JobEngine:
 
     def _waits_for_jobs(self) -> bool:
         """Wait until there may be a job, and return True; False at the end."""
-        with self._lock:
-            while not self._is_closing:
+        with self.lock:
+            while not self.is_closing:
                 seconds = self._jobs.wait_seconds if self._jobs.has_jobs else None
                 if seconds == 0:
                     return True
-                self._wake.wait(seconds)
+                self.wake.wait(seconds)
             return False

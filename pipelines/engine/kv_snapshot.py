@@ -11,9 +11,8 @@ from staticllm.errors import SnapshotError
 from ...kvcache.sequence import Conditions
 from ...kvcache.snapshot import load, save
 from ...kvcache.stored import StoredSequence
-from ..programs.model_runner import ModelRunner
 from .client import SnapshotTarget
-from .kv_manager import KVCacheManager
+from .engine_core import EngineCore
 
 Result = TypeVar("Result")
 
@@ -22,10 +21,7 @@ class SnapshotEngine(Protocol):
     """What a snapshot needs of an engine."""
 
     @property
-    def runner(self) -> ModelRunner: ...
-
-    @property
-    def kv_manager(self) -> KVCacheManager: ...
+    def core(self) -> EngineCore: ...
 
     def run_between_steps(self, function: Callable[[], Result]) -> Result: ...
 
@@ -34,7 +30,7 @@ def save_snapshot(engine: SnapshotEngine, tokens: list[int], target: SnapshotTar
     """Save a snapshot as ``EngineClient.save_snapshot`` says. Any thread may call."""
 
     def find() -> StoredSequence | None:
-        manager = engine.kv_manager
+        manager = engine.core.device.kv_manager
         kinds = [Conditions(target.adapters, factors=each) for each in range(manager.cache.layout.num_factors)]
         copies = (manager.prefix.find(tokens, manager.sequences(), conditions) for conditions in kinds)
         return max(filter(None, copies), key=lambda stored: len(stored.tokens), default=None)
@@ -48,14 +44,16 @@ def save_snapshot(engine: SnapshotEngine, tokens: list[int], target: SnapshotTar
 
 def load_snapshot(engine: SnapshotEngine, target: SnapshotTarget) -> int:
     """Read a snapshot into the host pool as ``EngineClient.load_snapshot`` says. Any thread may call."""
-    num_slots = engine.kv_manager.host_pool.num_slots
-    stored = load(target.path, target.identity, engine.runner.cache.layout, num_slots, target.key)
+    num_slots = engine.core.device.kv_manager.host_pool.num_slots
+    stored = load(target.path, target.identity, engine.core.device.runner.cache.layout, num_slots, target.key)
     stored = replace(stored, conditions=replace(stored.conditions, adapters=target.adapters))
 
     def restore() -> None:
-        if not engine.runner.cache.layout.fits(stored):  # the engine has switched to another device meanwhile
+        if not engine.core.device.runner.cache.layout.fits(
+            stored
+        ):  # the engine has switched to another device meanwhile
             raise SnapshotError(f"{str(target.path)!r} has another layout than this model's: save it again")
-        if not engine.kv_manager.prefix.restore(stored):
+        if not engine.core.device.kv_manager.prefix.restore(stored):
             raise SnapshotError(
                 f"{str(target.path)!r} has {len(stored.tokens)} tokens, the host pool has no room for them now: wait until "
                 "requests have ended, or load the model with more HOST_KV_SLOTS"

@@ -63,7 +63,7 @@ class QueuedCalls:
         self._has_room = has_room
         self._waiting: deque[_Waiting] = deque()
         self._lock = threading.Lock()
-        self._in_use = engine.in_use
+        self._in_use = engine.steps.in_use
         self._clock = engine.clock
         self._is_closing = False
         self._wake: Callable[[], None] = lambda: None

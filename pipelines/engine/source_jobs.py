@@ -47,7 +47,7 @@ class SourceJobs(QueuedCalls):
     def remove(self, source: int) -> None:
         """Give the place of a source to the next one, once the requests that see it have ended."""
         with suppress(ClosedError):
-            self._engine.remove_source(source)
+            self._engine.call_soon(lambda: self._engine.core.remove_source(source))
 
     @property
     def seconds(self) -> float:

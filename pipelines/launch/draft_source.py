@@ -160,7 +160,9 @@ def use_draft(
         return
     assert isinstance(launched, Launched), "the daemon loads no draft models"
     try:
-        launched.engine.use_draft_model(load_draft(source, launched, tokenizer, on_progress))
+        model = load_draft(source, launched, tokenizer, on_progress)
+        core = launched.engine.core
+        launched.engine.run_between_steps(lambda: core.device.draft_planner.use_model(model))
     except BaseException:
         launched.close()
         raise

@@ -21,7 +21,6 @@ from ...compiler_passes.compiling.chain import AnyProgram
 from ...compiler_passes.compiling.compile import DecoderPrograms
 from ...compiler_passes.compiling.dry_run import random_feeds, run_apart
 from ..engine.engine import Engine
-from ..engine.hosted_engine import HostedEngine
 from ..engine.jobs import JobHost
 from ..engine.options import EngineOptions, options_of
 from ..engine.request import EngineText
@@ -149,9 +148,7 @@ def _make_engine(
     """Make the engine of a loaded model; its thread starts with the first request. Costs are kept when it has measured some."""
     _keep_costs_when_measured(loaded)
     options = _engine_options(loaded, token_bound)
-    if host is not None:
-        return HostedEngine(host, loaded.runner, policy, options, read_text())
-    return Engine(loaded.runner, policy, options, read_text())
+    return Engine(loaded.runner, policy, options, read_text(), host=host)
 
 
 def _engine_options(loaded: LoadedDecoder, token_bound: TokenBound) -> EngineOptions:
@@ -234,7 +231,7 @@ class DeferredCompiler:
         while (now := time.perf_counter()) < min(begin + PATIENCE_SECONDS, busy + REST_SECONDS):
             if not self._engine.is_idle:
                 busy = now
-                if self._engine.num_requests > 1:
+                if self._engine.steps.num_requests > 1:
                     return
             yield partial(time.sleep, PAUSE_SECONDS)
 

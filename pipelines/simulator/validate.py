@@ -165,7 +165,7 @@ def serve(pipe: StaticLLMPipeline, arrivals: Sequence[Arrival], seed: int) -> Re
         StaticLLMError: a request failed.
     """
     rng = np.random.default_rng(seed)
-    profiler = pipe.engine.profiler
+    profiler = pipe.engine.core.profiler
     records = list[Record]()
     prompts = [rng.integers(0, 100, (1, arrival.num_prompt)) for arrival in arrivals]  # ids in every vocabulary
     handles: list[GenerationHandle] = []

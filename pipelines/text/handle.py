@@ -3,82 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import TypeVar
 
 from staticllm.core import FinishReason
-from staticllm.errors import BusyError, GenerationConfigError, StaticLLMError
+from staticllm.errors import BusyError, StaticLLMError
 from staticllm.events import Event
-from staticllm.system.threads import POLL_SECONDS, check_may_wait, check_process, start_thread
+from staticllm.system.threads import start_thread
 
 from ..engine.client import EngineClient
-from ..engine.request import Finished, Output, OutputQueue
+from ..engine.request import OutputQueue
+from .answer_reader import AnswerReader
 from .call import PreparedRequest
 from .chat_prompt import Prompt
 from .output_processor import (
-    OutputProcessor,
     RequestOutput,
     Results,
     TextDelta,
     kept_outputs,
     results_of,
 )
-from .readers import OutputSignal, in_thread, running_waker
+from .readers import in_thread
 
-MAX_BATCH = 64
-"""Outputs that an asynchronous reader takes before other tasks of its event loop run."""
 END_SECONDS = 2.0
 """How long an error of one prompt waits for the ends of the others of its call."""
 Part = TypeVar("Part")
-
-
-class ReaderRole:
-    """The right to read, held by one thread or task at a time. Any thread may return it on the reader's behalf.
-
-    It is no lock: an iterator may be dropped in another thread than it began in, and a thread that ends releases it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._readers: dict[object, tuple[int, object]] = {}  # token → thread and task
-
-    def enter(self, token: object, timeout: float | None = None) -> bool:
-        """Wait for the role; return False if another reader holds it after ``timeout`` seconds. ``token`` identifies this one."""
-        with self._lock:
-            if not self._changed.wait_for(self._is_free, timeout):
-                return False
-            self._readers[token] = _here()
-            return True
-
-    def move_here(self, token: object) -> None:
-        """Move the role of ``token`` to this thread, as an iterator may continue in another thread than it began in."""
-        self._readers[token] = _here()
-
-    def leave(self, token: object) -> None:
-        """Release the role of ``token``; without it, do nothing."""
-        with self._lock:
-            self._readers.pop(token, None)
-            self._changed.notify_all()
-
-    def _is_free(self) -> bool:
-        me = _here()
-        alive = {thread.ident for thread in threading.enumerate()}
-        return all(reader == me or reader[0] not in alive for reader in self._readers.values())
-
-
-def _here() -> tuple[int, object]:
-    """Return the current thread's id, and its asyncio task if it runs an event loop."""
-    asyncio = sys.modules.get("asyncio")  # without it, no event loop runs
-    try:
-        return threading.get_ident(), asyncio.current_task() if asyncio is not None else None
-    except RuntimeError:
-        return threading.get_ident(), None
 
 
 class GenerationHandle:
@@ -96,23 +47,10 @@ class GenerationHandle:
         load_ms: float = 0.0,
         owner: object = None,
     ) -> None:
-        self._owner = owner  # keeps the pipeline alive as long as the handle
         self._client = client
         self._prepared = prepared
-        self._queue = queue
-        self._processors = [
-            OutputProcessor(prepared, load_ms, index) for index in range(prepared.request.num_sequences)
-        ]
-        self._ends: list[Finished | None] = [None] * len(self._processors)
-        self._outputs: dict[int, RequestOutput] = {}  # of the answers that have ended
-        self._error: BaseException | None = None
-        self._role = ReaderRole()
-        self._pid = os.getpid()
+        self._reader = AnswerReader(client, prepared, queue, load_ms, owner)
         self._thread: threading.Thread | None = None
-        self._first: TextDelta | None = self._processors[0].echo
-        if prepared.request.max_new_tokens == 0:  # nothing to generate: the request never reaches the engine
-            for index in range(len(self._processors)):
-                self._close(Finished(FinishReason.LENGTH, index=index))
 
     def deltas(self, wants_text: bool = True) -> Iterator[TextDelta]:
         """Yield tokens together with the text that they add, as they are generated.
@@ -121,10 +59,10 @@ class GenerationHandle:
             GenerationConfigError: several answers were requested.
             StaticLLMError: the request failed.
         """
-        self._check_single()
+        self._reader.check_single()
         if wants_text:
-            self._processors[0].want_text()
-        yield from self._read(None, has_echo=True)
+            self._reader.processors[0].want_text()
+        yield from self._reader.read(None, has_echo=True)
 
     def __iter__(self) -> Iterator[str]:
         """Yield text as it is generated."""
@@ -147,7 +85,7 @@ class GenerationHandle:
             GenerationConfigError: it is not parsed, or several answers were requested.
             StaticLLMError: the request failed.
         """
-        self._check_parsed()
+        self._reader.check_parsed()
         for delta in self.deltas():
             yield from delta.events
 
@@ -159,9 +97,9 @@ class GenerationHandle:
         Raises:
             GenerationConfigError, StaticLLMError: as for ``deltas``.
         """
-        self._check_single()
-        self._processors[0].want_text()
-        return self._read_async(least_gap)
+        self._reader.check_single()
+        self._reader.processors[0].want_text()
+        return self._reader.read_async(least_gap)
 
     def deltas_async(self) -> AsyncGenerator[TextDelta, None]:
         """Yield increments like ``deltas``, without blocking the event loop. Leaving early cancels the request.
@@ -181,7 +119,7 @@ class GenerationHandle:
         Raises:
             GenerationConfigError, StaticLLMError: as for ``events``.
         """
-        self._check_parsed()
+        self._reader.check_parsed()
         return self._parts_async(lambda delta: delta.events)
 
     async def _parts_async(self, parts_of: Callable[[TextDelta], Iterable[Part]]) -> AsyncGenerator[Part, None]:
@@ -197,61 +135,11 @@ class GenerationHandle:
         async def read() -> Results:
             if self._thread is not None:  # the callback's thread reads; waiting for it would block the loop
                 return await in_thread(self.result)
-            async for _ in self._read_async():
+            async for _ in self._reader.read_async():
                 pass
             return self.result()
 
         return read().__await__()
-
-    async def _read_async(self, least_gap: float = 0.0) -> AsyncGenerator[list[TextDelta], None]:
-        check_process(self._pid)
-        waker = running_waker()
-        token = object()
-        signal = OutputSignal(waker, least_gap)
-        if self.is_done:  # nothing was to be generated, or another reader has read it
-            if first := self._take_first():
-                yield first
-            self._raise_error()
-            return
-        if not self._role.enter(token, 0):
-            raise StaticLLMError("another thread or task reads this handle: a handle has one reader at a time")
-
-        def wake(output: Output) -> None:
-            signal.set(is_end=isinstance(output, Finished))
-
-        self._queue.add_listener(wake)
-        try:
-            if first := self._take_first():
-                yield first
-            while not self.is_done:
-                signal.clear()
-                batch: list[TextDelta] = []
-                try:
-                    num_taken = self._take_ready(batch)
-                finally:
-                    if batch:
-                        yield batch
-                if num_taken == MAX_BATCH:
-                    await waker.yield_to_loop()  # a long backlog must not hold up the loop
-                elif num_taken:
-                    await signal.pause()
-                elif not self.is_done:  # ``stop`` takes no output: the signal of the last one may have been cleared
-                    await signal.wait()
-        finally:
-            self._queue.remove_listener(wake)
-            self._role.leave(token)
-            if not self.is_done:
-                self.cancel()
-        self._raise_error()
-
-    def _take_ready(self, batch: list[TextDelta]) -> int:
-        """Take the outputs that have come, at most ``MAX_BATCH``, and add their increments to ``batch``. Return their number."""
-        for number in range(MAX_BATCH):
-            if self.is_done or not self._queue.wait(0):
-                return number
-            if (delta := self._take_next()) is not None:
-                batch.append(delta)
-        return MAX_BATCH
 
     @property
     def request_id(self) -> int:
@@ -271,7 +159,7 @@ class GenerationHandle:
     @property
     def num_cached(self) -> int | None:
         """The number of prompt tokens that the prefix cache had; None before the first token of the first answer."""
-        return self._processors[0].num_cached
+        return self._reader.processors[0].num_cached
 
     def keep(self, session: str) -> None:
         """Keep the keys and values of this conversation longer than others, until ``session`` keeps another one.
@@ -281,7 +169,7 @@ class GenerationHandle:
         Raises:
             ClosedError: the engine was closed.
         """
-        tokens = [*self.prompt_tokens, *self._outputs[0].tokens]
+        tokens = [*self.prompt_tokens, *self._reader.outputs[0].tokens]
         self._client.claim(session, tokens, self._prepared.request.adapters)
 
     @property
@@ -292,18 +180,16 @@ class GenerationHandle:
     @property
     def is_done(self) -> bool:
         """Whether the reader has read the end of every answer."""
-        return self._error is not None or all(self._ends)
+        return self._reader.is_done
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """The reason why the request ended, for several answers that of the first; None while it runs."""
-        if self._error is not None:
-            return FinishReason.ERROR
-        return self._ends[0].reason if self._ends[0] else None
+        return self._reader.finish_reason
 
     def cancel(self) -> None:
         """End the request before the next device call; the tokens so far are the result. After the end this does nothing."""
-        self._client.cancel(self._prepared.request.id)
+        self._reader.cancel()
 
     def result(self, timeout: float | None = None) -> Results:
         """Wait for the end and return the value that ``generate`` returns.
@@ -327,10 +213,9 @@ class GenerationHandle:
         until = None if timeout is None else time.monotonic() + timeout
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout)
-        for _ in self._read(until):
+        for _ in self._reader.read(until):
             pass
-        found = [index for index, end in enumerate(self._ends) if not index or (end is not None and end.is_found)]
-        return kept_outputs([self._outputs[index] for index in found], self._prepared.options)
+        return kept_outputs(self._reader.found(), self._prepared.options)
 
     def output(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end and return the first answer with its timings.
@@ -349,7 +234,7 @@ class GenerationHandle:
             StaticLLMError: the thread cannot be started; the request was cancelled.
         """
 
-        self._check_single()
+        self._reader.check_single()
 
         def read() -> None:
             try:
@@ -357,7 +242,7 @@ class GenerationHandle:
                     callback(text)
             except BaseException as error:  # SystemExit and CancelledError too: no other code would see them
                 self.cancel()
-                self._error = error
+                self._reader.error = error
 
         try:
             self._thread = start_thread(read, "staticllm-callback")
@@ -370,122 +255,7 @@ class GenerationHandle:
 
         ``is_dropped``: a chat must forget the turn.
         """
-        if not (self.is_done or self._processors[0].has_ended):
-            self.cancel()
-            self._close(Finished(reason), is_dropped)
-
-    def _check_single(self) -> None:
-        if len(self._processors) > 1:
-            raise GenerationConfigError(
-                f"num_return_sequences={len(self._processors)}: several answers cannot be read as one text; call result()"
-            )
-
-    def _check_parsed(self) -> None:
-        if self._prepared.new_parser is None:
-            raise GenerationConfigError("events of an answer that is not parsed: pass tools, or parse_tools=True")
-
-    def _take_first(self) -> list[TextDelta]:
-        """Return the prompt as the first delta, once, if it is part of the answer (``echo``)."""
-        first = self._first
-        self._first = None
-        return [] if first is None else [first]
-
-    def _raise_error(self) -> None:
-        error = self._error or next((end.error for end in self._ends if end and end.error), None)
-        if error is not None:
-            raise error
-
-    def _read(self, until: float | None, has_echo: bool = False) -> Iterator[TextDelta]:
-        """Yield the increments of all answers as this thread's reader; raise TimeoutError after the moment ``until``.
-
-        ``has_echo``: the prompt comes first if it is part of the answer and was not read yet.
-        """
-        token = object()
-        try:
-            if not self._enter(token, until):
-                raise TimeoutError(
-                    "another thread is reading this handle, and the request has not ended yet; it goes on"
-                )
-            if has_echo:
-                if not self.is_done:
-                    check_process(self._pid)
-                yield from self._take_first()
-            while not self.is_done:
-                self._role.move_here(token)
-                check_process(self._pid)
-                if self._queue.wait(_poll_seconds(until)):
-                    if (delta := self._take_next()) is not None:
-                        yield delta
-                elif until is not None and time.monotonic() >= until:
-                    raise TimeoutError("the request has not ended yet; it goes on")
-        finally:
-            self._role.leave(token)
-        self._raise_error()
-
-    def _enter(self, token: object, until: float | None) -> bool:
-        """Wait until this is the reader or the end has been read; False after ``until``. Not on the engine's thread."""
-        if not self.is_done:
-            check_may_wait()
-        while not self.is_done:
-            if self._role.enter(token, _poll_seconds(until)):
-                return True
-            if until is not None and time.monotonic() >= until:
-                return self.is_done
-        return True
-
-    def _take_next(self) -> TextDelta | None:
-        """Take and decode the next output. If that fails, or Ctrl-C comes meanwhile, every later reader gets an error too."""
-        try:
-            return self._take(self._queue.take())
-        except BaseException as error:
-            self._error = error if isinstance(error, StaticLLMError) else _torn(error)
-            self.cancel()
-            raise
-
-    def _discard(self, seconds: float) -> None:
-        """Take what is left without decoding it, until every answer has ended, for at most ``seconds``."""
-        ended = {index for index, end in enumerate(self._ends) if end is not None}
-        until = time.monotonic() + seconds
-        while len(ended) < len(self._ends) and self._queue.wait(max(0.0, until - time.monotonic())):
-            output = self._queue.take()
-            if isinstance(output, Finished):
-                ended.add(output.index)
-
-    def _take(self, output: Output) -> TextDelta | None:
-        if self._ends[output.index] is not None:  # computed before the engine saw that the reader had stopped
-            return None
-        if isinstance(output, Finished):
-            return self._close(output)
-        processor = self._processors[output.index]
-        delta = processor.push(output)
-        if not processor.is_stopped:
-            return delta
-        self._client.cancel(self._prepared.request.id, output.index, FinishReason.STOP)
-        rest = self._close(Finished(FinishReason.STOP, index=output.index))
-        return delta + rest if delta and rest else delta or rest
-
-    def _close(self, end: Finished, is_dropped: bool = False) -> TextDelta | None:
-        """Record the end of one answer, and return its last increment."""
-        ending = self._processors[end.index].finish(end.reason, is_dropped, self._queue.compile_times)
-        self._outputs[end.index] = ending.output
-        self._ends[end.index] = replace(end, reason=ending.output.finish_reason)
-        return ending.delta
-
-    def __del__(self) -> None:
-        if not all(getattr(self, "_ends", [True])) and hasattr(self, "_client"):
-            self._client.cancel(self._prepared.request.id)
-
-
-def _torn(error: BaseException) -> StaticLLMError:
-    what = type(error).__name__
-    return StaticLLMError(
-        f"the reader was interrupted by {what} while it took a token, which may be lost: submit the request again"
-    )
-
-
-def _poll_seconds(until: float | None) -> float:
-    """Return how long a reader waits at a time."""
-    return POLL_SECONDS if until is None else max(min(POLL_SECONDS, until - time.monotonic()), 0)
+        self._reader.stop(reason, is_dropped)
 
 
 Begin = Callable[[Prompt], GenerationHandle]
@@ -510,7 +280,7 @@ def answers_of(begin: Begin, prompts: Sequence[Prompt]) -> list[RequestOutput]:
         if isinstance(error, StaticLLMError):
             until = time.monotonic() + END_SECONDS
             for handle in handles:
-                handle._discard(max(0.0, until - time.monotonic()))
+                handle._reader.discard(max(0.0, until - time.monotonic()))
         raise
 
 

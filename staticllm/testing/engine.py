@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from staticllm.core import MaskKind, Variant
+from staticllm.errors import pipeline_closed
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import EngineOptions
+from staticllm.pipelines.engine.own_thread import OwnThread
 from staticllm.pipelines.engine.request import EngineRequest, EngineText
 from staticllm.pipelines.engine.state import AnswerState, RequestState
-from staticllm.pipelines.programs.model_runner import ModelRunner
 from staticllm.pipelines.scheduling.interface import Policy
 from staticllm.pipelines.scheduling.request_table import Limits
-from staticllm.system.threads import LazyThread
 from staticllm.testing.device import CAUSAL, VOCAB_SIZE, fake_runner, fake_shape
 
 FAKE_VARIANTS = (
@@ -69,41 +69,26 @@ def fake_engine(
         variants, masks, is_packable=is_packable, is_recurrent=is_recurrent, is_staged=is_staged, num_blocks=num_blocks,
         rope_limits=rope_limits,
     )  # fmt: skip
-    return (Engine if starts_thread else _EngineWithoutThread)(runner, policy, options, text)
+    engine = Engine(runner, policy, options, text)
+    if not starts_thread:
+        engine.step_host = _CallersThread(engine.steps)
+    return engine
 
 
-class _CallersThread(LazyThread):
-    """The thread that calls, in place of one that would be started."""
+class _CallersThread(OwnThread):
+    """The thread that calls makes the steps; none is started. ``close`` ends the requests as the engine's thread would."""
 
-    @property
-    def has_begun(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def is_current(self) -> bool:
-        """Always."""
-        return True
-
-    def start(self, run: Callable[[], None]) -> None:
+    def need(self) -> None:
         """Start nothing."""
+        if self.is_closing:
+            raise pipeline_closed()
+        self._steps.has_news = True
 
-
-class _EngineWithoutThread(Engine):
-    """An engine that runs on the caller's thread. ``close`` ends the requests as the engine's thread would."""
-
-    def __init__(
-        self, runner: ModelRunner, policy: Policy, options: EngineOptions, text: EngineText | None = None
-    ) -> None:
-        super().__init__(runner, policy, options, text)
-        self._thread = _CallersThread("caller")
-
-    def close(self, drain: bool = False) -> None:
-        with self._lock:
-            self._is_closing = True
-            self._is_draining = drain
-        self._loop()
-        super().close(drain)
+    def close(self, drain: bool) -> None:
+        """As ``StepHost.close``."""
+        self._is_draining = drain
+        self.is_closing = True
+        self._run()
 
 
 class FakeRequest(RequestState):
@@ -146,9 +131,9 @@ def run_to_end(engine: Engine, requests: Iterable[RequestState] = (), max_steps:
     Raises:
         AssertionError: requests are left after ``max_steps`` steps.
     """
-    engine.enqueue(requests)
+    engine.steps.add(requests)
     for _ in range(max_steps):
-        engine.step()
+        engine.steps.step()
         if engine.is_idle:
             return
     raise AssertionError(f"requests are left after {max_steps} steps")
@@ -162,18 +147,18 @@ def run_until(
     Raises:
         AssertionError: it does not within ``max_steps`` steps.
     """
-    engine.enqueue(requests)
+    engine.steps.add(requests)
     for _ in range(max_steps):
         if is_reached():
             return
-        engine.step()
+        engine.steps.step()
     raise AssertionError(f"not reached after {max_steps} steps")
 
 
 def assert_empty(engine: Engine) -> None:
     """Assert that only the cached sequence holds slots, and that it can be evicted."""
     cache = engine.runner.cache
-    kv_manager = engine.kv_manager
+    kv_manager = engine.core.device.kv_manager
     assert engine.is_idle and not kv_manager.states and not kv_manager.host_pool.num_swapped_slots
     assert cache.slots.num_used == kv_manager.prefix.idle_slots
     kv_manager.prefix.offload_for(cache.num_slots + 1)

@@ -83,8 +83,8 @@ def assert_nothing_held(pipe):
     slots, requests, kept = engine.run_between_steps(
         lambda: (
             engine.runner.cache.slots.num_used,
-            len(engine.kv_manager.states),
-            engine.kv_manager.prefix.idle_slots,
+            len(engine.core.device.kv_manager.states),
+            engine.core.device.kv_manager.prefix.idle_slots,
         )
     )
     assert (slots, requests) == (kept, 0)

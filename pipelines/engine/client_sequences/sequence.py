@@ -13,8 +13,13 @@ from ..engine_core import EngineCore
 from .state import ClientState, FeedOrder, FeedResult, Wanted
 
 
-class EngineThread(Protocol):
+class SequenceEngine(Protocol):
     """What a client sequence uses of its engine."""
+
+    @property
+    def core(self) -> EngineCore:
+        """What runs the sequence; used on the engine's thread."""
+        ...
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Call ``function`` on the engine's thread between two device calls."""
@@ -29,17 +34,16 @@ class ClientSequence:
 
     def __init__(
         self,
-        engine: EngineThread,
-        core: EngineCore,
+        engine: SequenceEngine,
         priority: int = 0,
         owner: int = 0,
         source: ClientSequence | None = None,
     ) -> None:
         self._engine = engine
-        self._core = core
+        self._core = engine.core
         self.priority = priority
         self.owner = owner
-        self._vocab_size = core.device.runner.cache.layout.vocab_size
+        self._vocab_size = engine.core.device.runner.cache.layout.vocab_size
         self._state: ClientState | None = None  # made on the engine's thread
         self._is_busy = False
         self._is_closed = False
@@ -54,7 +58,7 @@ class ClientSequence:
             ClosedError: the sequence or the engine was closed.
         """
         self.check_free()
-        return ClientSequence(self._engine, self._core, self.priority, self.owner, self)
+        return ClientSequence(self._engine, self.priority, self.owner, self)
 
     def set_priority(self, priority: int) -> None:
         """Change the priority of the sequence, also of a feed in progress, before the next device call."""
@@ -147,7 +151,7 @@ class Feed:
     wanted: Wanted = "all"
 
 
-def begin_feeds(engine: EngineThread, feeds: Iterable[Feed]) -> None:
+def begin_feeds(engine: SequenceEngine, feeds: Iterable[Feed]) -> None:
     """Check feeds and hand them to the engine together, so that they can share calls.
 
     Raises:

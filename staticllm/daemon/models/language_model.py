@@ -39,7 +39,7 @@ class LanguageModel:
         self.launched = launched
         self.device = launched.device
         self.engine = launched.engine
-        self.engine.share_device(DeviceUse(devices.scheduler(launched.device), EngineId(id), num_bytes))
+        self.engine.steps.device_use = DeviceUse(devices.scheduler(launched.device), EngineId(id), num_bytes)
 
     def describe(self) -> dict[str, Any]:
         """Return what a client's pipeline must know of the model, as JSON types."""

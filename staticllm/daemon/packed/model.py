@@ -177,7 +177,7 @@ class PackedModel:
         scheduler = DeviceScheduler() if is_hidden else devices.scheduler(self.device)
         engine = EngineId(self.id)
         if self.engine is not None:
-            self.engine.share_device(DeviceUse(scheduler, engine, num_bytes))
+            self.engine.steps.device_use = DeviceUse(scheduler, engine, num_bytes)
         return OriginalModel(
             model,
             device,

@@ -325,7 +325,7 @@ class PackedRequest:
     def _continued(self, call: TensorCall, engine: Engine) -> tuple[list[ClientSequence], list[ClientSequence]]:
         """Return the sequence that each row continues, and the sequences that none does."""
         if not self._sequences:
-            return [engine.open_sequence(self._caller.priority, self._client_number) for _ in call.rows], []
+            return [ClientSequence(engine, self._caller.priority, self._client_number) for _ in call.rows], []
         free = list(self._sequences)
         last_use = {row.source: index for index, row in enumerate(call.rows)}
         continued = [

@@ -130,9 +130,9 @@ def test_other_properties_are_another_engine(daemon):
 def test_engines_of_the_daemon_have_the_bound_of_shared_models(daemon):
     with load(daemon=True):
         ((_, model),) = daemon.models.served()
-        assert model.engine._core.device.options.limits.token_bound == TokenBound(2.5, 0.04)
+        assert model.engine.core.device.options.limits.token_bound == TokenBound(2.5, 0.04)
     with load() as pipe:
-        assert pipe.engine._core.device.options.limits.token_bound == TokenBound(4.0, 0.1)
+        assert pipe.engine.core.device.options.limits.token_bound == TokenBound(4.0, 0.1)
 
 
 def test_a_program_that_leaves_frees_its_requests_and_its_model(daemon):
@@ -234,7 +234,7 @@ def test_a_snapshot_is_written_and_read_by_the_daemon(daemon, tmp_path):
 def test_a_kept_conversation_is_claimed_in_the_daemon_by_session_and_program(daemon, leave):
     with load(daemon=True) as first, load(daemon=True) as second:
         (served,) = (model for _, model in daemon.models.served())
-        claims = served.engine.kv_manager.host_pool._claims
+        claims = served.engine.core.device.kv_manager.host_pool._claims
         for pipe, session in ((first, "talk"), (first, "talk"), (first, "other"), (second, "talk")):
             handle = pipe.submit(PROMPT, max_new_tokens=4)
             handle.result()

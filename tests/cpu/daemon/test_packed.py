@@ -196,7 +196,7 @@ def test_logits_do_not_depend_on_the_rows_of_others(loaded):
     model, _ = loaded("llama")
     seen = set()
     for seed in range(3):
-        model.engine.run_between_steps(model.engine.kv_manager.clear)  # also cached sequences
+        model.engine.run_between_steps(model.engine.core.device.kv_manager.clear)  # also cached sequences
         programs = [Program(model.open(), seed=5), *(Program(model.open(), seed=10 * seed + i) for i in range(3))]
         answers = [each.requests[0].infer(each.inputs(1, 12)) for each in programs][:1]
         with model.engine.record() as trace:
@@ -218,7 +218,7 @@ def together(model, inputs, programs):
 
     model.engine.call_soon(gate.wait)
     threads = [threading.Thread(target=run, args=(index,)) for index in range(len(programs))]
-    waiting = model.engine._callbacks._waiting
+    waiting = model.engine.steps.callbacks._waiting
     while waiting:
         time.sleep(0.001)  # until the engine is held
     for thread, program in zip(threads, programs, strict=True):
@@ -288,7 +288,7 @@ def test_all_slots_are_free_after_the_last_request(loaded):
     request.close()
 
     def held():
-        manager = model.engine.kv_manager
+        manager = model.engine.core.device.kv_manager
         return len(manager.idle), manager.cache.num_slots - manager.free_slots
 
     assert model.engine.run_between_steps(held) == (0, 0)

@@ -124,7 +124,7 @@ def test_tokens_that_wait_together_share_a_call(daemon, native, path):
         engine = daemon.models.served()[0][1].engine
         gate, found = threading.Event(), []
         engine.call_soon(gate.wait)  # the engine is busy until both tokens have arrived
-        wait_for(lambda: not engine._callbacks)
+        wait_for(lambda: not engine.steps.callbacks)
         before = engine.stats().num_steps
         step = call_of(native, [[tokens[0]]], len(PROMPT[0]))
         threads = [
@@ -133,7 +133,7 @@ def test_tokens_that_wait_together_share_a_call(daemon, native, path):
         ]
         for thread in threads:
             thread.start()
-        wait_for(lambda: len(engine._callbacks._waiting) == 2)
+        wait_for(lambda: len(engine.steps.callbacks._waiting) == 2)
         gate.set()
         for thread in threads:
             thread.join()
@@ -162,7 +162,7 @@ def test_a_priority_that_changes_reaches_the_sequences_and_the_device(daemon, na
             request.infer(*call_of(native, PROMPT, 0))
             asks = [ask for ask in asked if ask.payers]
             assert [(ask.priority, *ask.payers) for ask in asks] == [(3, session.client)] * len(asks) != []
-            (state,) = engine.kv_manager.idle._states.values()
+            (state,) = engine.core.device.kv_manager.idle._states.values()
             assert state.info.priority == 3
             assert client.ask(Kind.HINT, priority=100 + 7).kind is Kind.OK
             wait_for(lambda: state.info.priority == 7)
@@ -215,7 +215,7 @@ def test_a_priority_that_changes_while_a_call_begins_counts_for_its_sequences(da
         monkeypatch.setattr(engine, "open_sequence", open_slowly)
         with client.request(handle) as request:
             request.infer(*call_of(native, PROMPT, 0))
-            (state,) = engine.kv_manager.idle._states.values()
+            (state,) = engine.core.device.kv_manager.idle._states.values()
             assert state.info.priority == 7
 
 
@@ -232,17 +232,17 @@ def test_the_call_of_a_program_that_dies_runs_no_further(daemon, native, path):
     ((slot, service),) = daemon.models.served()
     engine, gate = service.engine, threading.Event()
     engine.call_soon(gate.wait)  # the engine is busy until the program has gone
-    wait_for(lambda: not engine._callbacks)
+    wait_for(lambda: not engine.steps.callbacks)
     before = engine.stats().num_steps
     request.channel.send_tensors(Message(Kind.INFER), call_of(native, PROMPT, 0), range(len(names_of(native))))
-    wait_for(lambda: len(engine._callbacks._waiting) == 2)  # a sequence and its feed
+    wait_for(lambda: len(engine.steps.callbacks._waiting) == 2)  # a sequence and its feed
     client.close()
     wait_for(lambda: not slot.num_users)
     gate.set()
     wait_for(lambda: not daemon._connections)
     assert engine.stats().num_steps == before
-    assert not engine._core.requests
-    assert not engine._callbacks
+    assert not engine.core.requests
+    assert not engine.steps.callbacks
     request.close()
 
 

@@ -235,7 +235,7 @@ def test_a_program_that_is_killed_within_a_window_leaves_nothing(daemon, directo
             assert str(other.generate(RECORDINGS[1], **PLAIN)) == str(here.generate(RECORDINGS[1], **PLAIN))
             program.send_signal(signal.SIGTERM if os.name == "nt" else signal.SIGKILL)
         wait_for(lambda: bank.num_free == bank.num_sources and len(daemon._sessions) == 1)
-        assert model_of(daemon).engine.num_requests == 0
+        assert model_of(daemon).engine.steps.num_requests == 0
         assert parts_of(other.generate(RECORDINGS[3])) == parts_of(here.generate(RECORDINGS[3]))
 
 

@@ -336,7 +336,7 @@ def test_loading_is_told_and_a_deleted_pipeline_ends_its_thread(directory):
     pipe = StaticRerankPipeline(directory, "CPU", on_progress=events.append, **F32)
     assert {"read", "compile", "warm-up", "ready"} <= {event.stage for event in events}
     handle = pipe.submit(QUERY, TEXTS)
-    thread = pipe.engine._thread
+    thread = pipe.engine.thread
     del pipe
     gc.collect()
     assert len(handle.result(60)) == 3, "a handle keeps its pipeline"

@@ -55,7 +55,7 @@ def test_a_text_that_is_refused_by_a_closing_engine_does_not_run(engine):
     assert gate.begun.wait(SECONDS)
     closing = threading.Thread(target=engine.close)
     closing.start()
-    while not engine._is_closing:
+    while not getattr(engine, "step_host", engine).is_closing:
         time.sleep(0.001)
     late = request(2)
     with pytest.raises(ClosedError):
@@ -155,7 +155,7 @@ def test_weights_that_are_not_finite_fail_texts_and_no_request():
     chat = fake_request(PROMPT, 30)
     run_to_end(engine, [chat])
     while queue.has_jobs:
-        engine.step()
+        engine.steps.step()
     assert chat.tokens == fake_answer(PROMPT, 30)
     assert all(isinstance(each.future.exception(0), NumericalError) for each in bad)
     engine.close()
@@ -248,7 +248,7 @@ def test_jobs_go_on_while_the_engine_changes_its_runner():
     texts = [submitted(queue, i, length=60) for i in range(20, 60)]
     chat = fake_request(PROMPT, 30)
     engine.submit_state(chat)
-    engine.switch(engine.runner, engine._core.device.options, switched.set)
+    engine.switch(engine.runner, engine.core.device.options, switched.set)
     texts += [submitted(queue, i, length=60) for i in range(60, 100)]
     late = fake_request(PROMPT, 12)
     engine.submit_state(late)

@@ -154,7 +154,7 @@ def logits_beside(pipe, factors):
 
     def run():
         runner = pipe.engine.runner
-        pipe.engine.kv_manager.prefix.offload_for(runner.cache.num_slots + 1)
+        pipe.engine.core.device.kv_manager.prefix.offload_for(runner.cache.num_slots + 1)
         variant = min(each for each in runner.programs if each.sequences > 1 and each.rows >= 16)
         assert isinstance(variant, Variant)
         mine, other = runner.cache.open(), runner.cache.open(Conditions(factors))

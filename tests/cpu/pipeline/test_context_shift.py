@@ -17,7 +17,7 @@ SMALL = {"MAX_PROMPT_LEN": 96, "MIN_RESPONSE_LEN": 4, **EXACT}
 
 def shifted_sequence(pipe, prompt):
     """Return a copy of a conversation whose keys were moved, while its answer goes on."""
-    found, manager = [], pipe.engine.kv_manager
+    found, manager = [], pipe.engine.core.device.kv_manager
 
     def look():
         for state in manager.states.values():
@@ -45,7 +45,7 @@ def test_moved_keys_are_those_of_their_new_positions(name, zoo, prompt_of):
         assert tokens[:SINKS] == prompt[:SINKS]
         assert tokens[SINKS] != prompt[SINKS]
         tokens_of(pipe, tokens, 3)
-        manager = pipe.engine.kv_manager
+        manager = pipe.engine.core.device.kv_manager
         exact = pipe.engine.run_between_steps(lambda: manager.prefix.find(tokens, manager.sequences()))
         states, groups = manager.cache.kv_states, manager.cache.arena.groups
     for index, state in enumerate(states):

@@ -43,9 +43,9 @@ def held_slots(pipe):
     engine = pipe.engine
     return engine.run_between_steps(
         lambda: (
-            engine.runner.cache.slots.num_used - engine.kv_manager.prefix.idle_slots,
-            len(engine.kv_manager.states),
-            engine.kv_manager.host_pool.num_swapped_slots,
+            engine.runner.cache.slots.num_used - engine.core.device.kv_manager.prefix.idle_slots,
+            len(engine.core.device.kv_manager.states),
+            engine.core.device.kv_manager.host_pool.num_swapped_slots,
         )
     )
 

@@ -71,7 +71,7 @@ def test_chats_and_transcriptions_give_what_they_give_alone(llm, speech, expecte
     assert len(trace.jobs) >= speech.stats().num_steps + num_windows - 4, (
         "steps and windows are jobs of the chat's engine"
     )
-    assert not speech.engine._thread.has_begun
+    assert not speech.engine.step_host.thread.has_begun
 
 
 def test_four_recordings_at_once_are_decoded_in_the_same_calls(directory):
@@ -244,7 +244,7 @@ def test_what_is_closed_in_the_middle_of_its_last_window_gives_no_half_text(dire
     assert begun.wait(SECONDS)
     closing = threading.Thread(target=speech.close)
     closing.start()
-    while not speech.engine._is_closing:
+    while not speech.engine.step_host.is_closing:
         time.sleep(0.001)
     goes_on.set()
     with pytest.raises(ClosedError):
@@ -267,7 +267,7 @@ def test_an_error_in_a_step_of_the_speech_ends_its_requests_alone(llm, speech, e
         speech.generate(RECORDINGS[1])
     assert str(chat.result(SECONDS)) == answer
     monkeypatch.setattr(runner, "run", run)
-    monkeypatch.setattr(speech.engine._core.planner, "plan", lambda view: 1 / 0)  # a bug of ours
+    monkeypatch.setattr(speech.engine.core.planner, "plan", lambda view: 1 / 0)  # a bug of ours
     with pytest.raises(Exception, match="division by zero"):
         speech.generate(RECORDINGS[1])
     monkeypatch.undo()

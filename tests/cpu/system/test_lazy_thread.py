@@ -178,7 +178,7 @@ def test_an_interrupted_submission_leaves_one_thread_to_its_engine(has_begun, mo
 def test_an_engine_whose_only_submission_was_interrupted_closes(drain, monkeypatch):
     engine = fake_engine(make_policy("dynamic"))
     request = fake_request([1, 2, 3], 5)
-    engine.enqueue([request])
+    engine.steps.add([request])
     ended = []
     request.queue.add_listener(lambda output: ended.append(threading.current_thread().name))
     interrupt(monkeypatch, "staticllm-engine", has_begun=False)
@@ -194,8 +194,8 @@ def test_jobs_have_one_thread(monkeypatch):
     engine, before = JobEngine(), number_of("staticllm-jobs")
     interrupt(monkeypatch, "staticllm-jobs")
     with pytest.raises(KeyboardInterrupt):
-        engine._notify()
-    engine._notify()
+        engine.need()
+    engine.need()
     assert named("staticllm-jobs", before + 1)
     engine.close()
     assert named("staticllm-jobs", before)

@@ -358,7 +358,7 @@ def test_no_with_statement_takes_a_condition_and_all_that_wait_are_notified(root
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and "Condition(" in ast.unparse(node.value or node)
         for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
     }
-    assert "self._wake" in conditions, "the engine's"
+    assert "self.wake" in conditions, "the engine's"
     found = []
     for path, nodes in trees.items():
         taken = [item.context_expr for node in nodes if isinstance(node, ast.With) for item in node.items]

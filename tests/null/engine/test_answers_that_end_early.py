@@ -31,9 +31,9 @@ def test_an_exception_during_a_fork_ends_every_answer():
         return fork(*arguments)
 
     engine.runner.cache.fork = failing
-    engine.enqueue([request])
+    engine.steps.add([request])
     for _ in range(10):
-        engine.step()
+        engine.steps.step()
     assert ends_of(request) == dict.fromkeys(range(4), "error"), "a reader waits forever for an answer without an end"
     assert engine.is_idle
 
@@ -42,7 +42,7 @@ def test_an_exception_during_a_fork_ends_every_answer():
 def test_one_answer_can_be_cancelled_before_the_prompt_has_run(index):
     engine = fake_engine(make_policy("fcfs"))
     request = fake_request(range(10), 5, sampling=SAMPLING, num_sequences=3)
-    engine.enqueue([request])
+    engine.steps.add([request])
     engine.cancel(request.id, index)
     run_to_end(engine, [])
     assert ends_of(request) == {i: "cancelled" if i == index else "length" for i in range(3)}
@@ -79,4 +79,4 @@ def test_request_ids_of_another_process_do_not_clash_with_answer_ids():
 def test_a_shared_prompt_is_counted_once():
     engine = fake_engine(make_policy("fcfs"))
     run_to_end(engine, [fake_request(range(20), 5, sampling=SAMPLING, num_sequences=4)])
-    assert engine.profiler.stats().prompt_tokens == 20
+    assert engine.core.profiler.stats().prompt_tokens == 20

@@ -96,15 +96,15 @@ def test_any_schedule_gives_each_search_its_own_answers(schedule):
         warnings.filterwarnings("ignore", "the scheduler Disturbed is replaced by fcfs")
         for step in range(3000):
             run.arrive(engine, step)
-            engine.enqueue([request for arrival, request in found if arrival == step])
+            engine.steps.add([request for arrival, request in found if arrival == step])
             for index, (arrival, request) in enumerate(found):
                 if cancels.get(index) == step and arrival <= step:
                     request.cancel()
             if step in schedule["switches"]:
                 engine.switch(
-                    fake_runner(variants, MASKS, num_blocks=schedule["num_blocks"]), engine._core.device.options
+                    fake_runner(variants, MASKS, num_blocks=schedule["num_blocks"]), engine.core.device.options
                 )
-            engine.step()
+            engine.steps.step()
             assert_slots_counted(engine)
             if step > 60 and engine.is_idle:
                 break
@@ -115,7 +115,7 @@ def test_any_schedule_gives_each_search_its_own_answers(schedule):
             continue
         best = expected(request.request)
         assert answers[: len(best)] == best
-    assert len(engine.kv_manager.idle) == 0
+    assert len(engine.core.device.kv_manager.idle) == 0
     assert_empty(engine)
     engine.close()
     run.check(is_recurrent=False)
@@ -154,9 +154,9 @@ def test_the_progress_of_a_search_is_that_of_one_request():
     """Its beams, and the sequences that clients feed, are no requests of their own."""
     engine = fake_engine(make_policy("dynamic"), masks=MASKS, starts_thread=False)
     request = beam_request(range(10), 8)
-    engine.enqueue([request])
+    engine.steps.add([request])
     for _ in range(6):
-        engine.step()
+        engine.steps.step()
         assert [each.id for each in engine.progress().requests] == [request.request.id]
     run_to_end(engine)
     assert not engine.progress().requests
@@ -175,9 +175,9 @@ def test_a_search_whose_numbers_are_not_finite_ends_alone():
 def test_a_deadline_gives_the_best_beams_so_far():
     engine = fake_engine(make_policy("dynamic"), masks=MASKS, starts_thread=False)
     request = beam_request(range(10), 40)
-    engine.enqueue([request])
+    engine.steps.add([request])
     for _ in range(6):
-        engine.step()
+        engine.steps.step()
     request.cancel()
     run_to_end(engine)
     answers, ends = answers_of(request)
@@ -199,12 +199,12 @@ def test_closing_the_engine_ends_a_search():
 def test_an_exception_in_the_engine_ends_a_search(monkeypatch):
     engine = fake_engine(make_policy("dynamic"), masks=MASKS, starts_thread=False)
     request = beam_request(range(10), 40)
-    engine.enqueue([request])
+    engine.steps.add([request])
     for _ in range(4):
-        engine.step()
+        engine.steps.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._core.calls, "_count_call", lambda *_: 1 // 0)
-        engine.step()
+        patch.setattr(engine.core.calls, "_count_call", lambda *_: 1 // 0)
+        engine.steps.step()
     _, ends = answers_of(request)
     assert all(end.error is not None for end in ends.values())
     again = beam_request(range(10), 5)
@@ -227,9 +227,9 @@ def test_scores_beyond_the_range_of_floats_end_no_other_request(length_penalty, 
     params = BeamParams(3, length_penalty=length_penalty)
     search = BeamRequest(EngineRequest(tuple(range(20)), max_new_tokens=9, beams=params), VOCAB_SIZE)
     other = fake_request(range(100, 130), 20)
-    engine.enqueue([search, other])
+    engine.steps.add([search, other])
     for _ in range(6):
-        engine.step()
+        engine.steps.step()
     if is_cancelled:
         search.cancel()
     run_to_end(engine)
@@ -252,9 +252,9 @@ def test_an_error_in_the_end_of_a_search_ends_it_alone(monkeypatch):
 def test_an_error_in_the_end_of_a_cancelled_search_leaves_a_usable_engine(monkeypatch):
     engine = fake_engine(make_policy("dynamic"), masks=MASKS, starts_thread=False)
     search, other = beam_request(range(20), 9), fake_request(range(100, 130), 20)
-    engine.enqueue([search, other])
+    engine.steps.add([search, other])
     for _ in range(6):
-        engine.step()
+        engine.steps.step()
     search.cancel()
     with monkeypatch.context() as patch:
         patch.setattr(BeamSearch, "hypotheses", lambda _: 1 // 0)

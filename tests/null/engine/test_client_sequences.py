@@ -12,7 +12,7 @@ from support.quick import examples
 
 from staticllm.core import Variant
 from staticllm.errors import BusyError, ClosedError, PromptError
-from staticllm.pipelines.engine.client_sequences.sequence import Feed
+from staticllm.pipelines.engine.client_sequences.sequence import ClientSequence, Feed
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import (
     FAKE_VARIANTS,
@@ -65,7 +65,7 @@ class Client:
 
     def __init__(self, engine, number, script):
         self.engine, self.number, self.script = engine, number, deque(script)
-        self.branches = [Branch(engine.open_sequence())]
+        self.branches = [Branch(ClientSequence(engine))]
         self.wait = 0
 
     @property
@@ -164,19 +164,19 @@ def test_any_schedule_gives_each_client_the_logits_of_its_tokens(schedule):
             run.arrive(engine, step)
             if step in schedule["switches"]:
                 engine.switch(
-                    fake_runner(variants, MASKS, num_blocks=schedule["num_blocks"]), engine._core.device.options
+                    fake_runner(variants, MASKS, num_blocks=schedule["num_blocks"]), engine.core.device.options
                 )
             for client in clients:
                 client.act()
-            engine.step()
+            engine.steps.step()
             assert_slots_counted(engine)
             if step > 60 and engine.is_idle and all(client.is_done for client in clients):
                 break
         assert all(client.is_done for client in clients)
         for client in clients:
             client.close()
-        engine.step()
-    assert len(engine.kv_manager.idle) == 0
+        engine.steps.step()
+    assert len(engine.core.device.kv_manager.idle) == 0
     assert_empty(engine)
     engine.close()
     run.check(is_recurrent=False)
@@ -194,7 +194,7 @@ class Fed:
         for _ in range(200):
             if len(results) == len(feeds):
                 return [results[index] for index in range(len(feeds))]
-            self.engine.step()
+            self.engine.steps.step()
         raise AssertionError("feeds without a result")
 
     def begin(self, *feeds, wanted="all"):
@@ -218,7 +218,7 @@ def expected(tokens, num=1):
 
 def test_decode_steps_of_several_clients_share_calls():
     fed = Fed()
-    first, second = fed.engine.open_sequence(), fed.engine.open_sequence()
+    first, second = ClientSequence(fed.engine), ClientSequence(fed.engine)
     fed.run((first, [1, 2, 3]), (second, [4, 5]))
     with fed.engine.record() as trace:
         for token in range(5):
@@ -229,11 +229,11 @@ def test_decode_steps_of_several_clients_share_calls():
 
 def test_the_sequence_away_longest_is_evicted_and_comes_back():
     fed = Fed(host_kv_slots=0)
-    sequences = [fed.engine.open_sequence() for _ in range(4)]
+    sequences = [ClientSequence(fed.engine) for _ in range(4)]
     tokens = [[100 * index + i for i in range(45)] for index in range(4)]
     for sequence, prompt in zip(sequences, tokens, strict=True):
         fed.run((sequence, prompt), wanted="last")
-    manager = fed.engine.kv_manager
+    manager = fed.engine.core.device.kv_manager
     assert [view.num_computed for view in manager.idle.views] == [0, 0, 45, 45]
     assert manager.free_slots == manager.cache.num_slots
     for sequence, prompt in zip(sequences, tokens, strict=True):
@@ -243,7 +243,7 @@ def test_the_sequence_away_longest_is_evicted_and_comes_back():
 
 def test_an_evicted_sequence_is_copied_back_from_the_host_pool():
     fed = Fed()
-    sequence, others = fed.engine.open_sequence(), [fed.engine.open_sequence() for _ in range(3)]
+    sequence, others = ClientSequence(fed.engine), [ClientSequence(fed.engine) for _ in range(3)]
     fed.run((sequence, range(45)))
     for index, other in enumerate(others):
         fed.run((other, range(100 * index + 100, 100 * index + 145)), wanted="last")
@@ -257,7 +257,7 @@ def test_an_evicted_sequence_is_copied_back_from_the_host_pool():
 
 def test_logits_that_are_not_finite_are_returned_and_spoil_nobody():
     fed = Fed()
-    bad, good = fed.engine.open_sequence(), fed.engine.open_sequence()
+    bad, good = ClientSequence(fed.engine), ClientSequence(fed.engine)
     bad._vocab_size += 1
     spoilt, fine = fed.run((bad, [1, POISON, 2]), (good, [3, 4]))
     assert not spoilt.is_finite
@@ -271,7 +271,7 @@ def test_logits_that_are_not_finite_are_returned_and_spoil_nobody():
 @pytest.mark.parametrize("is_void", [False, True])
 def test_a_failed_call_ends_the_feed_and_leaves_the_sequence_as_it_was(is_void):
     fed = Fed()
-    sequence, other = fed.engine.open_sequence(), fed.engine.open_sequence()
+    sequence, other = ClientSequence(fed.engine), ClientSequence(fed.engine)
     fed.run((sequence, [1, 2, 3]), (other, [8, 9]))
     runner = fed.engine.runner
     run = runner.run
@@ -292,13 +292,13 @@ def test_a_failed_call_ends_the_feed_and_leaves_the_sequence_as_it_was(is_void):
 def test_sequences_survive_an_exception_of_the_engine(monkeypatch):
     """Their slots are gone, those of a feed in progress too; it went on with slots that others had."""
     fed = Fed()
-    sequence, away, other = (fed.engine.open_sequence() for _ in range(3))
+    sequence, away, other = (ClientSequence(fed.engine) for _ in range(3))
     fed.run((sequence, [1, 2, 3]), (away, [5, 6]))
 
     def fail(*_):
         raise RuntimeError("a bug of ours")
 
-    monkeypatch.setattr(fed.engine._core, "_plan", fail)
+    monkeypatch.setattr(fed.engine.core, "_plan", fail)
     (failed,) = fed.run((sequence, [4]))
     assert "a bug of ours" in str(failed.error)
     monkeypatch.undo()
@@ -309,7 +309,7 @@ def test_sequences_survive_an_exception_of_the_engine(monkeypatch):
 
 def test_a_feed_that_cannot_run_ends_with_one_line():
     fed = Fed()
-    sequence = fed.engine.open_sequence()
+    sequence = ClientSequence(fed.engine)
     with pytest.raises(PromptError, match="token id 997 is outside the vocabulary: ids go from 0 to 996"):
         fed.run((sequence, [1, POISON]))
     with pytest.raises(PromptError, match="a feed has no token"):
@@ -329,9 +329,9 @@ def test_a_feed_that_cannot_run_ends_with_one_line():
 
 def test_close_ends_feeds_in_progress():
     fed = Fed()
-    sequence, held, away = (fed.engine.open_sequence() for _ in range(3))
+    sequence, held, away = (ClientSequence(fed.engine) for _ in range(3))
     results = fed.begin((sequence, range(40)), (held, range(9)))
-    fed.engine.step()
+    fed.engine.steps.step()
     fed.engine.close()
     assert {type(result.error) for result in results.values()} == {ClosedError}
     assert len(results) == 2
@@ -342,7 +342,7 @@ def test_close_ends_feeds_in_progress():
 
 def test_a_closed_sequence_is_a_prefix_for_a_prompt():
     fed = Fed("fcfs")
-    sequence = fed.engine.open_sequence()
+    sequence = ClientSequence(fed.engine)
     fed.run((sequence, range(30)))
     sequence.close()
     request = fake_request([*range(30), 7, 8], 3)

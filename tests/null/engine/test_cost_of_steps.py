@@ -15,7 +15,7 @@ from staticllm.core import Variant
 from staticllm.kvcache import host_pool, prefix
 from staticllm.kvcache.sequence import common_prefix
 from staticllm.kvcache.slot_allocator import SlotAllocator
-from staticllm.pipelines.engine.client_sequences.sequence import Feed
+from staticllm.pipelines.engine.client_sequences.sequence import ClientSequence, Feed
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
 from staticllm.testing import assert_empty, fake_engine, fake_request, run_to_end, run_until
 
@@ -37,11 +37,11 @@ class Fed:
     def __init__(self, engine, count, is_shared):
         self.engine = engine
         if is_shared:
-            first = engine.open_sequence()
+            first = ClientSequence(engine)
             self.feed([first], PROMPT)
             self.sequences = [first, *(first.fork() for _ in range(count - 1))]
         else:
-            self.sequences = [engine.open_sequence() for _ in range(count)]
+            self.sequences = [ClientSequence(engine) for _ in range(count)]
             for index, sequence in enumerate(self.sequences):
                 self.feed([sequence], [index, *PROMPT])
 
@@ -49,7 +49,7 @@ class Fed:
         results = []
         self.engine.feed([Feed(sequence, tokens, results.append, "last") for sequence in sequences])
         while len(results) < len(sequences):
-            self.engine.step()
+            self.engine.steps.step()
         assert all(result.error is None for result in results)
 
     def step(self):
@@ -162,16 +162,16 @@ def test_a_stream_has_a_token_every_few_steps_beside_a_search(policy, max_num_se
         pytest.skip("prompts run only in rows that would be padding, and beams fill them")
     engine = engine_of(max_num_seqs, policy, host_kv_slots=host_kv_slots, gap_ms=gap_ms)
     ticks = itertools.count()
-    engine._core.clock = lambda: next(ticks) * 1e-4  # the time slices of a busy machine would be shorter than steps
+    engine.core.clock = lambda: next(ticks) * 1e-4  # the time slices of a busy machine would be shorter than steps
     stream, search = fake_request(range(100, 110), 60), beam_request(PROMPT, 12, 64, 1)
     first, second = (stream, search) if is_first else (search, stream)
-    engine.enqueue([first])
+    engine.steps.add([first])
     for _ in range(8):
-        engine.step()
-    engine.enqueue([second])
+        engine.steps.step()
+    engine.steps.add([second])
     seen, gaps = stream.num_generated, [0]  # gaps in steps: before the first token, and between two
-    while search.request.id in {*engine._core.requests, *engine._inbox} and seen < 60:
-        engine.step()
+    while search.request.id in {*engine.core.requests, *engine.steps.inbox} and seen < 60:
+        engine.steps.step()
         gaps[-1] += 1
         if stream.num_generated > seen:
             gaps.append(0)

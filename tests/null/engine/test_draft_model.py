@@ -44,7 +44,7 @@ def draft_model_for(engine, masks=None, is_right=lambda tokens: True, variants=F
         run = program.run
         program.run = lambda meanwhile=None, run=run: min(run(meanwhile), seconds)
     model = DraftModel(runner, VOCAB_SIZE)
-    engine._core.device.draft_planner.use_model(model)
+    engine.core.device.draft_planner.use_model(model)
     return model
 
 
@@ -67,7 +67,7 @@ def test_answers_are_those_without_a_draft_model(name, period):
     with patch.multiple(draft_planner, **ALWAYS):
         run_to_end(engine, requests)
     assert [request.tokens for request in requests] == expected
-    stats = engine.profiler.stats()
+    stats = engine.core.profiler.stats()
     assert stats.drafted_tokens > 0
     assert (stats.accepted_tokens == 0) == (period == 1)
     assert (stats.accepted_tokens == stats.drafted_tokens) == (period == 0)
@@ -104,7 +104,7 @@ def test_any_schedule_with_a_draft_model_gives_each_request_its_own_answer(sched
     with patch.multiple(draft_planner, **ALWAYS):
         for step in range(3000):
             run.arrive(engine, step)
-            engine.step()
+            engine.steps.step()
             if step > 60 and engine.is_idle:
                 break
     assert_empty(engine)
@@ -120,7 +120,7 @@ def test_requests_share_the_calls_of_the_draft_model():
     with patch.multiple(draft_planner, **ALWAYS):
         run_to_end(engine, requests)
     calls = sum(program.num_runs for program in model._runner.programs.values())
-    drafted = engine.profiler.stats().drafted_tokens
+    drafted = engine.core.profiler.stats().drafted_tokens
     assert calls < drafted * 0.75, "fewer calls than drafted tokens"
 
 
@@ -138,7 +138,7 @@ def test_rejected_tokens_are_cut_and_accepted_ones_not_computed_again():
     model._runner.cache.commit = counting
     with patch.multiple(draft_planner, **ALWAYS):
         run_to_end(engine, [request])
-    stats = engine.profiler.stats()
+    stats = engine.core.profiler.stats()
     assert request.tokens == fake_answer(range(12), 40)
     rejected = stats.drafted_tokens - stats.accepted_tokens
     assert sum(counted) <= 12 + 40 + rejected, "each token once, and those that were rejected"
@@ -149,14 +149,14 @@ def test_a_draft_ends_where_the_model_is_unsure():
     for confidence, is_drafting in ((0.005, True), (0.01, False)):
         engine = fake_engine(make_policy("fcfs"), 1)
         draft_model_for(engine, is_right=lambda tokens: True)
-        runner = engine._core.device.draft_planner.model._runner
+        runner = engine.core.device.draft_planner.model._runner
         for program in runner.programs.values():
             program._next_token = None  # its logits are then 1 and -1
         request = modelled(range(12), 20, params={"confidence": confidence})
         with patch.multiple(draft_planner, **ALWAYS):
             run_to_end(engine, [request])
         assert request.tokens == fake_answer(range(12), 20)
-        assert bool(engine.profiler.stats().drafted_tokens) == is_drafting
+        assert bool(engine.core.profiler.stats().drafted_tokens) == is_drafting
 
 
 def test_a_failing_draft_model_ends_no_request():
@@ -185,7 +185,7 @@ def test_a_draft_model_that_is_as_slow_as_the_model_is_hardly_asked():
     request = modelled(range(9), 400)
     run_to_end(engine, [request])
     calls = sum(program.num_runs for program in model._runner.programs.values())
-    spent = engine.profiler.stats().device_seconds + 9e-3 * calls
+    spent = engine.core.profiler.stats().device_seconds + 9e-3 * calls
     assert (
         spent <= 1.1 * 400 * 9e-3
     )  # quietly 1.03; the host's real time counts, and a busy machine makes steps look longer
@@ -197,7 +197,7 @@ def test_a_cheap_draft_model_pays():
     model = draft_model_for(engine, seconds=5e-4)
     request = modelled(range(9), 50)
     run_to_end(engine, [request])
-    stats = engine.profiler.stats()
+    stats = engine.core.profiler.stats()
     assert stats.num_steps < 30
     assert stats.accepted_tokens == stats.drafted_tokens > 20
     assert stats.draft_seconds > 0
@@ -214,5 +214,5 @@ def test_a_stop_token_ends_a_draft():
     with patch.multiple(draft_planner, **ALWAYS):
         run_to_end(engine, [request])
     assert request.tokens == answer[: answer.index(answer[-1], 9) + 1]
-    stats = engine.profiler.stats()
+    stats = engine.core.profiler.stats()
     assert stats.drafted_tokens == stats.accepted_tokens

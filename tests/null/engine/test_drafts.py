@@ -66,7 +66,7 @@ def test_any_schedule_with_drafts_gives_each_request_its_own_answer(schedule):
     run = Schedule(schedule)
     for step in range(3000):
         run.arrive(engine, step)
-        engine.step()
+        engine.steps.step()
         if step > 60 and engine.is_idle:
             break
     assert_empty(engine)
@@ -88,7 +88,7 @@ def test_answers_with_drafts_are_those_without(kind, name):
     assert [request.tokens for request in requests] == expected
     assert all(reason_of(request) == "length" for request in requests)
     assert_empty(engine)
-    stats = engine.profiler.stats()
+    stats = engine.core.profiler.stats()
     assert stats.num_tokens == 20 + 21 + 22 + 23 + 24
     if kind in ("right", "wrong"):
         assert stats.drafted_tokens > 0
@@ -99,7 +99,7 @@ def test_right_drafts_save_calls_and_their_slots_are_not_computed_again():
     engine = fake_engine(make_policy("fcfs"))
     request = drafting_request(range(10), 40, "right")
     run_to_end(engine, [request])
-    stats = engine.profiler.stats()
+    stats = engine.core.profiler.stats()
     assert stats.num_steps <= 1 + 3 + 36 / 4 + 1, (
         "three plain steps, then up to four tokens per call, or six in eight rows"
     )
@@ -178,7 +178,7 @@ def test_sampling_draws_the_same_tokens_with_the_same_seed(policy):
             request.state.drafts.drafters.append(guesser)
         run_to_end(engine, requests)
         found = [[(o.id, o.logprob) for o in outputs_of(r) if isinstance(o, TokenOutput)] for r in requests]
-        return found, [request.tokens for request in requests], engine.profiler.stats()
+        return found, [request.tokens for request in requests], engine.core.profiler.stats()
 
     plain, tokens, _ = outputs(None)
     drafted, _, stats = outputs(tokens)
@@ -222,7 +222,7 @@ def test_a_recurrent_model_checks_no_drafts():
     request = drafting_request(range(10), 12, "wrong")
     run_to_end(engine, [request])
     assert request.tokens == fake_answer(range(10), 12, is_recurrent=True)
-    assert engine.profiler.stats().drafted_tokens == 0
+    assert engine.core.profiler.stats().drafted_tokens == 0
 
 
 def test_drafts_take_no_slots_from_others():
@@ -232,7 +232,7 @@ def test_drafts_take_no_slots_from_others():
         engine = fake_engine(make_policy("dynamic"), 4, max_seq_len=64)
         requests = [drafting_request(range(30 * i, 30 * i + 20), 12, kind) for i in range(4)]
         run_to_end(engine, requests)
-        results.append(engine.profiler.stats().num_preemptions)
+        results.append(engine.core.profiler.stats().num_preemptions)
         assert [request.tokens for request in requests] == [
             fake_answer(range(30 * i, 30 * i + 20), 12) for i in range(4)
         ]
@@ -252,7 +252,7 @@ def seconds_of(kind, num_new=600, is_certain=False, num_requests=1):
     run_to_end(engine, requests)
     for i, request in enumerate(requests):
         assert request.tokens == fake_answer(range(9 * i, 9 * i + 9), num_new)
-    return engine.profiler.stats()
+    return engine.core.profiler.stats()
 
 
 @pytest.mark.parametrize("num_requests", [1, 3])
@@ -277,7 +277,7 @@ def test_a_text_that_becomes_predictable_is_found():
     (guesser,) = request.state.drafts.drafters
     guesser.is_certain, guesser.is_right = False, lambda place: place > 309
     run_to_end(engine, [request])
-    stats = engine.profiler.stats()
+    stats = engine.core.profiler.stats()
     assert stats.num_steps < 1 + 900 * 0.75
     assert request.tokens == fake_answer(range(9), 900)
 
@@ -288,7 +288,7 @@ def test_a_text_that_becomes_predictable_is_found():
 def test_tokens_and_traces_count_drafts(tmp_path):
     engine = fake_engine(make_policy("fcfs"))
     request = drafting_request(range(10), 20, "mixed")
-    with recording(engine.profiler) as trace:
+    with recording(engine.core.profiler) as trace:
         run_to_end(engine, [request])
     drafts = [draft for step in trace.steps for draft in step.drafts]
     assert drafts

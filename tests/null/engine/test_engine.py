@@ -87,7 +87,7 @@ def test_any_schedule_gives_each_request_its_own_answer(schedule):
             run.arrive(engine, step)
             if late and step % 5 == 0:
                 add_program(engine.runner, late.pop())
-            engine.step()
+            engine.steps.step()
             if step > 60 and engine.is_idle:
                 break
     assert_empty(engine)
@@ -111,10 +111,10 @@ def test_a_small_packed_program_installed_first_ends_no_request(name, is_users):
     expected = [fake_answer(request.tokens, 20) for request in requests]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        engine.enqueue(requests)
+        engine.steps.add(requests)
         for variant in sorted(engine.runner.programs.late):
             for _ in range(12):
-                engine.step()
+                engine.steps.step()
             add_program(engine.runner, variant)
         run_to_end(engine, [])
     assert [request.tokens for request in requests] == expected
@@ -125,10 +125,10 @@ def test_a_small_packed_program_installed_first_ends_no_request(name, is_users):
 def test_a_first_token_is_posted_at_once_and_later_ones_while_the_next_call_runs():
     engine = fake_engine(make_policy("dynamic"), starts_thread=False)
     request = fake_request(range(2, 30), 6)
-    engine.enqueue([request])
+    engine.steps.add([request])
     num_posted = []
     while not engine.is_idle:
-        engine.step()
+        engine.steps.step()
         num_posted.append(len(tokens_of(request)))
     engine.close()
     first = num_posted.index(1)
@@ -140,10 +140,10 @@ def test_beside_a_first_token_later_ones_of_others_and_the_record_wait_for_the_n
     stream, late = fake_request(range(2, 12), 20), fake_request(range(40, 50), 6, num_sequences=2)
     run_until(engine, lambda: stream.num_generated > 2, [stream])
     tokens_of(stream)
-    engine.enqueue([late])
+    engine.steps.add([late])
     num_steps, num_posted = engine.stats().num_steps, 0
     while not late.num_generated:
-        engine.step()
+        engine.steps.step()
         num_posted += len(tokens_of(stream))
         num_steps += 1
     assert len(tokens_of(late)) == 2, "one for each answer"
@@ -203,17 +203,17 @@ def test_several_sequences_share_a_call():
     engine = fake_engine(make_policy("dynamic"))
     requests = [fake_request(range(50 * i, 50 * i + 5), 20) for i in range(4)]
     run_to_end(engine, requests)
-    assert engine.profiler.stats().num_steps < 30, "80 tokens in packed steps"
+    assert engine.core.profiler.stats().num_steps < 30, "80 tokens in packed steps"
 
 
 def test_cancellation_between_the_chunks_of_a_prompt():
     engine = fake_engine(make_policy("fcfs"))
     request = fake_request(range(60), 5)
-    engine.enqueue([request])
-    engine.step()
-    assert engine.kv_manager.table[request.id].status == "prefilling"
+    engine.steps.add([request])
+    engine.steps.step()
+    assert engine.core.device.kv_manager.table[request.id].status == "prefilling"
     request.cancel()
-    engine.step()
+    engine.steps.step()
     assert reason_of(request) == "cancelled"
     assert not request.num_generated
     assert_empty(engine)
@@ -250,13 +250,13 @@ def test_closing_while_a_switch_is_pending_ends_every_request():
     """New requests wait for the other runner. If the engine is closed first, they end as cancelled like all others."""
     engine, other = fake_engine(make_policy("fcfs"), starts_thread=False), fake_engine(make_policy("fcfs"))
     running, waiting = fake_request([1, 2, 3], 60), fake_request([4, 5, 6], 4)
-    engine.enqueue([running])
-    engine.step()
+    engine.steps.add([running])
+    engine.steps.step()
     switched = []
-    engine.switch(other.runner, other._core.device.options, lambda: switched.append(True))
+    engine.switch(other.runner, other.core.device.options, lambda: switched.append(True))
     engine.submit_state(waiting)
     for _ in range(3):
-        engine.step()
+        engine.steps.step()
     engine.close()
     assert [reason_of(request) for request in (running, waiting)] == ["cancelled", "cancelled"]
     assert not switched
@@ -266,10 +266,10 @@ def test_closing_while_a_switch_is_pending_ends_every_request():
 def test_a_switch_happens_between_two_requests_and_is_reported():
     engine, other = fake_engine(make_policy("fcfs"), starts_thread=False), fake_engine(make_policy("fcfs"))
     running, waiting = fake_request([1, 2, 3], 9), fake_request([4, 5, 6], 4)
-    engine.enqueue([running])
-    engine.step()
+    engine.steps.add([running])
+    engine.steps.step()
     switched = []
-    engine.switch(other.runner, other._core.device.options, lambda: switched.append(engine.is_idle))
+    engine.switch(other.runner, other.core.device.options, lambda: switched.append(engine.is_idle))
     engine.submit_state(waiting)
     run_to_end(engine, [])
     assert engine.runner is other.runner
@@ -281,14 +281,14 @@ def test_a_switch_happens_between_two_requests_and_is_reported():
 def test_requests_that_wait_for_a_switch_can_be_cancelled_or_expire():
     engine, other = fake_engine(make_policy("fcfs"), starts_thread=False), fake_engine(make_policy("fcfs"))
     running = fake_request([1, 2, 3], 60)
-    engine.enqueue([running])
-    engine.step()
-    engine.switch(other.runner, other._core.device.options)
+    engine.steps.add([running])
+    engine.steps.step()
+    engine.switch(other.runner, other.core.device.options)
     cancelled, late, waiting = fake_request([4], 4), fake_request([5], 4, deadline=0.0), fake_request([6], 4)
     for request in (cancelled, late, waiting):
         engine.submit_state(request)
     cancelled.cancel()
-    engine.step()
+    engine.steps.step()
     assert (reason_of(cancelled), reason_of(late)) == ("cancelled", "deadline")
     assert running.queue.get(0) is not None
     run_to_end(engine, [])
@@ -304,9 +304,9 @@ def test_a_full_prompt_in_the_host_pool_continues_by_its_overflow_rule(num_runni
         Variant(64, 256),
     )
     engine = fake_engine(make_policy("prefill_first"), 1, variants, max_seq_len=64, host_kv_slots=512)
-    engine.enqueue([fake_request([1, 2, 3], 30) for _ in range(num_running)])
+    engine.steps.add([fake_request([1, 2, 3], 30) for _ in range(num_running)])
     for _ in range(4):
-        engine.step()
+        engine.steps.step()
     request = fake_request(range(64), 10, overflow="shift")
     run_to_end(engine, [request])
     assert tokens_of(request) == shortened_answer(range(64), 10, head=4)
@@ -323,8 +323,8 @@ def test_the_engine_thread_serves_requests_and_ends_on_close():
         engine.submit_state(request)
     engine.close(drain=True)
     assert [reason_of(request) for request in requests] == ["length"] * 6
-    assert engine._thread.has_begun
-    assert not engine._thread.is_alive()
+    assert engine.step_host.thread.has_begun
+    assert not engine.step_host.thread.is_alive()
     with pytest.raises(ClosedError):
         engine.submit_state(fake_request([1], 1))
     with pytest.raises(ClosedError):

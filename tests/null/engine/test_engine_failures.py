@@ -28,7 +28,7 @@ def test_non_finite_logits_end_only_their_own_request(name):
     engine = fake_engine(make_policy(name))
     innocent = [fake_request(range(20 * i, 20 * i + 5 + 3 * i), 9) for i in range(8)]
     guilty = [fake_request([1, POISON, 3], 9), fake_request([*range(60, 80), POISON], 9)]
-    engine.enqueue([*innocent[:3], guilty[0], *innocent[3:6], guilty[1], *innocent[6:]])
+    engine.steps.add([*innocent[:3], guilty[0], *innocent[3:6], guilty[1], *innocent[6:]])
     run_to_end(engine, [])
     for request in guilty:
         end = outputs_of(request)[-1]
@@ -44,10 +44,10 @@ def test_suspected_requests_take_turns_with_the_others():
     decoding = [fake_request([7, 8, i], 40) for i in range(2)]
     run_until(engine, lambda: decoding[1].num_generated >= 3, decoding)
     prompts = [fake_request([i, i + 1, i + 2], 2) for i in range(30, 36)]
-    engine.enqueue([fake_request([POISON], 2), *prompts])
+    engine.steps.add([fake_request([POISON], 2), *prompts])
     gaps, seen = [0], decoding[0].num_generated
     for _ in range(60):
-        engine.step()
+        engine.steps.step()
         gaps.append(gaps[-1] + 1 if decoding[0].num_generated == seen else 0)
         seen = decoding[0].num_generated
         if decoding[0].num_generated == 40:
@@ -78,9 +78,9 @@ def test_an_exception_inside_commit_recomputes_the_requests(monkeypatch, part):
     def fail(*_):
         raise RuntimeError("disk on fire")
 
-    engine.enqueue([second])
+    engine.steps.add([second])
     monkeypatch.setattr(target, method, fail)
-    engine.step()
+    engine.steps.step()
     monkeypatch.undo()
     run_to_end(engine, [])
     assert isinstance(outputs_of(second)[-1].error, DeviceError)
@@ -95,7 +95,7 @@ def test_a_failing_device_call_ends_only_the_requests_in_it(monkeypatch):
     for variant, program in engine.runner.programs.items():
         if variant.rows > 4:
             monkeypatch.setattr(program, "run", lambda meanwhile: (_ for _ in ()).throw(RuntimeError("device lost\n")))
-    engine.enqueue([arriving])
+    engine.steps.add([arriving])
     run_to_end(engine, [])
     assert str(outputs_of(arriving)[-1].error) == "the device failed: device lost"
     assert running.tokens == fake_answer([1, 2, 3], 8)
@@ -110,8 +110,8 @@ def test_a_failure_outside_the_call_ends_all_requests_and_the_engine_continues(m
     def fail(*_):
         raise MemoryError("no memory for a copy")
 
-    monkeypatch.setattr(engine.kv_manager.prefix, "keep", fail)
-    engine.step()
+    monkeypatch.setattr(engine.core.device.kv_manager.prefix, "keep", fail)
+    engine.steps.step()
     monkeypatch.undo()
     assert {outputs_of(request)[-1].reason for request in (first, second)} == {"error"}
     third = fake_request([1, 2, 3], 5)
@@ -132,15 +132,15 @@ def test_a_sampling_error_ends_only_its_own_request():
 def test_a_failure_while_a_request_is_admitted_loses_no_other_request(monkeypatch):
     engine = fake_engine(make_policy("fcfs"))
     first, second, third = (fake_request([i, i + 1], 3) for i in (1, 5, 9))
-    add = engine.kv_manager.add
+    add = engine.core.device.kv_manager.add
 
     def fails_for_the_second(state):
         if state.request is second.request:
             raise MemoryError
         add(state)
 
-    monkeypatch.setattr(engine.kv_manager, "add", fails_for_the_second)
-    engine.enqueue([first, second, third])
+    monkeypatch.setattr(engine.core.device.kv_manager, "add", fails_for_the_second)
+    engine.steps.add([first, second, third])
     run_to_end(engine, [])
     assert [str(outputs_of(request)[-1].reason) for request in (first, second, third)] == ["error", "error", "length"]
     assert third.tokens == fake_answer([9, 10], 3)
@@ -151,18 +151,18 @@ def test_a_failure_while_a_request_is_admitted_loses_no_other_request(monkeypatc
 def test_no_reader_waits_if_ending_everything_fails_too(monkeypatch, place):
     engine = fake_engine(make_policy("dynamic"), starts_thread=False)
     first, second = fake_request([1, 2, 3], 50), fake_request([4, 5], 50)
-    engine.enqueue([first, second])
+    engine.steps.add([first, second])
     for _ in range(4):
-        engine.step()
+        engine.steps.step()
 
     def fail(*_):
         raise RuntimeError("a bug")
 
     *owner, name = place.split(".")
     with monkeypatch.context() as patch:
-        patch.setattr(engine._core, "_execute", fail)
-        patch.setattr(attrgetter(".".join(owner))(engine._core), name, fail)
-        engine.step()
+        patch.setattr(engine.core, "_execute", fail)
+        patch.setattr(attrgetter(".".join(owner))(engine.core), name, fail)
+        engine.steps.step()
     assert {str(outputs_of(request)[-1].reason) for request in (first, second)} == {"error"}
     third = fake_request([1, 2, 3], 5)
     run_to_end(engine, [third])
@@ -213,12 +213,12 @@ def test_a_model_that_cannot_show_its_rotations_fails_only_requests_that_need_th
 def test_rotations_are_found_in_a_turn_of_the_device_and_without_the_lock_of_submit(monkeypatch):
     engine = fake_engine(make_policy("fcfs"), starts_thread=False)
     turns = Turns()
-    engine.share_device(turns)
+    engine.steps.device_use = turns
     seen = []
     rows_at = type(engine.runner)._rows_at
 
     def is_free():
-        with engine._wake:
+        with engine.step_host.wake:
             return True
 
     def look(runner, token, position):

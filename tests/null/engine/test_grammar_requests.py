@@ -182,7 +182,7 @@ def test_forced_tokens_are_checked_together_and_change_nothing(policy, count):
             request._new_sequence = partial(without_drafts_of, request._new_sequence)
             request.state.drafts = None
         run_to_end(engine, [request])
-        results.append((answers_of(request)[0], engine.profiler.stats()))
+        results.append((answers_of(request)[0], engine.core.profiler.stats()))
     (texts, with_drafts), (others, without_drafts) = results
     assert texts == others
     assert all(re.fullmatch(pattern, text) for text in texts)

@@ -58,11 +58,11 @@ class Beside:
     def run_prompt(self):
         """Run steps until the late prompt has its first token, and return how many tokens the others got meanwhile."""
         self.policy.is_on = True
-        self.engine._core.post()
-        trace = self.engine._core.profiler.trace = Trace()
+        self.engine.core.post()
+        trace = self.engine.core.profiler.trace = Trace()
         run_until(self.engine, lambda: self.late.num_generated or not self.late.unfinished, [self.late])
-        self.engine._core.post()
-        self.engine._core.profiler.trace = None
+        self.engine.core.post()
+        self.engine.core.profiler.trace = None
         self.steps = trace.steps
         return [request.num_generated - before for request, before in zip(self.decoding, self.before, strict=True)]
 
@@ -116,7 +116,7 @@ def test_a_policy_may_choose_which_requests_decode():
 def test_a_policy_without_the_hook_lets_a_due_step_run():
     """The fake device's costs are long beside the real clock, so that each step that may run is due as soon as it is allowed."""
     beside = Beside(make_policy("fcfs"))
-    core = beside.engine._core
+    core = beside.engine.core
     core.device.runner.costs.update(Variant(16, 128), 1.0)
     assert beside.run_prompt() == [0, 0], "no request has waited for the bound"
     beside.check()
@@ -191,11 +191,11 @@ def test_only_calls_with_prompts_and_without_drafts_make_way():
     before = beside.decoding[0].num_generated
     run_until(beside.engine, lambda: beside.decoding[0].num_generated >= before + 3)
     assert not beside.policy.calls, "a decode step does not wait for another one"
-    inserted, run = beside.engine._core.calls.inserted, pytest.fail
+    inserted, run = beside.engine.core.calls.inserted, pytest.fail
     assert inserted.between(SimpleNamespace(has_prompts=True, checks=()), run) is not None
     assert inserted.between(SimpleNamespace(has_prompts=True, checks=(1,)), run) is None
     assert inserted.between(SimpleNamespace(has_prompts=False, checks=()), run) is None
-    beside.engine.enqueue([beside.late])
+    beside.engine.steps.add([beside.late])
     beside.check()
 
 
@@ -312,7 +312,7 @@ def test_a_call_that_fails_after_inserted_steps_ends_only_its_own_request():
 
 def test_an_interrupt_between_two_blocks_ends_all_requests_and_leaks_nothing(monkeypatch):
     beside = Beside()
-    calls = beside.engine._core.calls
+    calls = beside.engine.core.calls
 
     def interrupt(batch):
         monkeypatch.undo()
@@ -320,8 +320,8 @@ def test_an_interrupt_between_two_blocks_ends_all_requests_and_leaks_nothing(mon
 
     monkeypatch.setattr(calls, "_run_inserted", interrupt)
     beside.policy.is_on = True
-    beside.engine.enqueue([beside.late])
-    beside.engine.step()
+    beside.engine.steps.add([beside.late])
+    beside.engine.steps.step()
     assert not beside.late.unfinished
     assert beside.runner.in_flight is None
     assert not beside.runner.cache.arena.is_read
@@ -361,9 +361,9 @@ def test_a_beam_search_goes_on_between_blocks():
         engine = fake_engine(policy, masks=MASKS, num_blocks=num_blocks, starts_thread=False)
         search = beam_request(range(20), 10, num_beams=3, num_sequences=2)
         late = fake_request(range(300, 314), 4)
-        engine.enqueue([search])
+        engine.steps.add([search])
         for _ in range(5):
-            engine.step()
+            engine.steps.step()
         run_to_end(engine, [late])
         assert late.tokens == fake_answer(range(300, 314), 4, MASKS)
         assert_empty(engine)

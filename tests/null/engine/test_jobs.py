@@ -81,8 +81,8 @@ def test_a_request_that_waits_for_a_job_takes_the_prefix_that_comes_meanwhile():
     source = Counter(1, priority=1)
     engine.add_jobs(source)
     request = fake_request([*PROMPT, 40, 41], 4)
-    engine.enqueue([request])
-    engine.step()
+    engine.steps.add([request])
+    engine.steps.step()
     assert source.ran and not request.state.started
     run_to_end(engine, [fake_request(PROMPT, 4, priority=1)])
     assert request.num_cached == len(PROMPT)
@@ -93,9 +93,9 @@ def test_a_request_that_waits_for_a_job_takes_the_prefix_that_comes_meanwhile():
 def test_tokens_are_posted_before_a_job_ends():
     engine = fake_engine(make_policy("dynamic"), starts_thread=False)
     request = fake_request(PROMPT, 8)
-    engine.enqueue([request])
+    engine.steps.add([request])
     while request.num_generated < 2:
-        engine.step()
+        engine.steps.step()
     source, posted = Counter(1), []
     run_next = source.run_next
 
@@ -108,7 +108,7 @@ def test_tokens_are_posted_before_a_job_ends():
     engine.add_jobs(source)
     before = request.num_generated
     while source.count:
-        engine.step()
+        engine.steps.step()
     assert len(posted) == before
     run_to_end(engine)
     engine.close()

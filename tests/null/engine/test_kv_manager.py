@@ -28,7 +28,7 @@ def test_a_shared_prefix_is_stored_once_and_counted_as_cached():
     assert [request.num_cached for request in requests] == [0, 24, 24]
     run_to_end(engine, [])
     assert [request.tokens for request in requests] == [fake_answer([*system, 500 + i], 30) for i in range(3)]
-    assert engine.profiler.stats().prefix_hit_tokens == 48
+    assert engine.core.profiler.stats().prefix_hit_tokens == 48
 
 
 def test_a_conversation_is_reused_after_other_conversations():
@@ -52,7 +52,7 @@ def test_a_long_conversation_is_offloaded_in_chunks(monkeypatch, is_hurried):
     long, reader = fake_request(range(48), 3), fake_request(range(200, 206), 30)
     expected = fake_answer(reader.tokens, 30)
     run_until(engine, lambda: pieces, [long, reader])
-    kv_manager, cache = engine.kv_manager, engine.runner.cache
+    kv_manager, cache = engine.core.device.kv_manager, engine.runner.cache
     assert engine.is_idle is False
     assert kv_manager.prefix.idle_slots == 50
     assert kv_manager.host_pool.num_kept_slots == 0
@@ -100,7 +100,7 @@ def test_slots_are_freed_after_a_failed_offload(is_resting, monkeypatch):
     monkeypatch.setattr(prefix, "OFFLOAD_SLOTS", 30)
     engine = fake_engine(make_policy("fcfs"), max_num_seqs=2)
     first, second = fake_request(range(40), 3), fake_request(range(200, 206), 3 if is_resting else 30)
-    run_until(engine, lambda: engine.kv_manager.prefix.is_offloading, [first, second])
+    run_until(engine, lambda: engine.core.device.kv_manager.prefix.is_offloading, [first, second])
     assert engine.is_idle == is_resting
     slots, free, failed = engine.runner.cache.slots, engine.runner.cache.slots.free, []
 
@@ -111,13 +111,13 @@ def test_slots_are_freed_after_a_failed_offload(is_resting, monkeypatch):
         free(given)
 
     monkeypatch.setattr(slots, "free", fail_once)
-    engine.step()
+    engine.steps.step()
     assert failed
     monkeypatch.undo()
     run_to_end(engine, [])
     assert reason_of(first) == "length"
     assert reason_of(second) == ("length" if is_resting else "error")
-    assert engine.runner.cache.slots.num_used == engine.kv_manager.prefix.idle_slots == 0
+    assert engine.runner.cache.slots.num_used == engine.core.device.kv_manager.prefix.idle_slots == 0
     again = fake_request(range(30), 5)
     expected = fake_answer(again.tokens, 5)
     run_to_end(engine, [again])
@@ -133,11 +133,12 @@ def test_an_idle_engine_offloads_and_compacts(monkeypatch):
         engine.submit_state(request)
     until = time.monotonic() + 20
     while (
-        engine.run_between_steps(lambda: engine.kv_manager.host_pool.num_kept_slots) < 48 and time.monotonic() < until
+        engine.run_between_steps(lambda: engine.core.device.kv_manager.host_pool.num_kept_slots) < 48
+        and time.monotonic() < until
     ):
         time.sleep(0.005)
     assert engine.run_between_steps(
-        lambda: (engine.kv_manager.prefix.idle_slots, engine.kv_manager.prefix.is_offloading)
+        lambda: (engine.core.device.kv_manager.prefix.idle_slots, engine.core.device.kv_manager.prefix.is_offloading)
     ) == (
         24,
         False,
@@ -151,13 +152,13 @@ def test_offloading_is_not_chunked_when_no_request_decodes(monkeypatch):
     engine = fake_engine(make_policy("fcfs"))
     run_to_end(engine, [fake_request(range(48), 3)])
     request = fake_request(range(200, 230), 3)
-    engine.enqueue([request])
-    engine.step()
-    engine.step()
-    assert engine.kv_manager.table[request.id].num_computed
+    engine.steps.add([request])
+    engine.steps.step()
+    engine.steps.step()
+    assert engine.core.device.kv_manager.table[request.id].num_computed
     assert engine.runner.cache.slots.num_used <= 30
-    assert engine.kv_manager.host_pool.num_kept_slots == 50
-    assert not engine.kv_manager.prefix.is_offloading
+    assert engine.core.device.kv_manager.host_pool.num_kept_slots == 50
+    assert not engine.core.device.kv_manager.prefix.is_offloading
 
 
 @pytest.mark.parametrize("num_tokens", [30, 60])
@@ -179,7 +180,7 @@ def test_a_prompt_of_several_chunks_sees_no_slot_of_the_last_conversation(num_to
     assert chunks[0] == 0
     assert len(chunks) > 1
     assert max(chunks) <= engine.runner.cache.kv_len_for(num_tokens)
-    assert engine.kv_manager.host_pool.num_kept_slots == 50
+    assert engine.core.device.kv_manager.host_pool.num_kept_slots == 50
     assert_empty(engine)
 
 
@@ -199,10 +200,10 @@ def test_a_conversation_that_the_host_pool_cannot_hold_stays_for_a_request_that_
 def test_the_last_conversation_stays_beside_a_prompt_of_one_chunk():
     engine = fake_engine(make_policy("fcfs"))
     run_to_end(engine, [fake_request(range(20), 3)])
-    engine.enqueue([fake_request(range(200, 210), 3)])
-    engine.step()
-    assert engine.kv_manager.prefix.idle_slots == 22
-    assert not engine.kv_manager.prefix.is_offloading
+    engine.steps.add([fake_request(range(200, 210), 3)])
+    engine.steps.step()
+    assert engine.core.device.kv_manager.prefix.idle_slots == 22
+    assert not engine.core.device.kv_manager.prefix.is_offloading
 
 
 def test_a_request_that_continues_an_outgoing_conversation_shares_its_slots(monkeypatch):
@@ -210,14 +211,14 @@ def test_a_request_that_continues_an_outgoing_conversation_shares_its_slots(monk
     engine = fake_engine(make_policy("chunked"), max_num_seqs=2)
     long, reader = fake_request(range(30), 3), fake_request(range(200, 206), 40)
     answers = [fake_answer(request.tokens, count) for request, count in ((long, 3), (reader, 40))]
-    run_until(engine, lambda: engine.kv_manager.prefix.is_offloading, [long, reader])
+    run_until(engine, lambda: engine.core.device.kv_manager.prefix.is_offloading, [long, reader])
     again = fake_request([*long.tokens, 7, 8], 20)
     answers.append(fake_answer(again.tokens, 20))
-    engine.enqueue([again])
-    engine.step()
+    engine.steps.add([again])
+    engine.steps.step()
     assert again.num_cached == 32
     assert engine.runner.cache.slots.num_shared == 32
-    assert engine.kv_manager.prefix.idle_slots == 0
+    assert engine.core.device.kv_manager.prefix.idle_slots == 0
     run_to_end(engine, [])
     assert [request.tokens for request in (long, reader, again)] == answers
     assert_empty(engine)
@@ -230,14 +231,14 @@ def test_a_prompt_beyond_max_num_seqs_never_enters_the_arena(monkeypatch):
     kv_len, num_used = engine.runner.cache.arena.stride, engine.runner.cache.slots.num_used
     waiting = [fake_request(range(20 * i, 20 * i + 14), 6) for i in range(3)]
     expected = [fake_answer(request.tokens, 6) for request in waiting]
-    engine.enqueue(waiting)
+    engine.steps.add(waiting)
     monkeypatch.setattr(engine.runner.cache, "copy_out", lambda *_: pytest.fail("slots were copied out of the arena"))
     run_until(engine, lambda: all(request.num_generated for request in waiting))
     monkeypatch.undo()
     cache = engine.runner.cache
     assert cache.arena.stride == kv_len
     assert cache.slots.num_used <= num_used + first.num_generated
-    assert engine.kv_manager.host_pool.num_swapped_slots == 3 * 14
+    assert engine.core.device.kv_manager.host_pool.num_swapped_slots == 3 * 14
     run_to_end(engine, [])
     assert [request.tokens for request in waiting] == expected
     assert_empty(engine)
@@ -261,7 +262,7 @@ def test_slots_shared_with_a_cached_sequence_count_as_those_of_the_request():
     run_to_end(engine, [fake_request(range(100), 2)])
     request = fake_request([*range(25), 500, 501], 9)
     run_until(engine, lambda: request.num_generated > 2, [request])
-    manager, slots = engine.kv_manager, engine.runner.cache.slots
+    manager, slots = engine.core.device.kv_manager, engine.runner.cache.slots
     assert slots.num_shared == 25, "it is shared with the cached sequence, and not cut"
     (info,) = (state.info for state in manager.states.values())
     assert manager.free_slots + info.own_slots == slots.num_slots

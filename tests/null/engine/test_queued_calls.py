@@ -23,7 +23,9 @@ class Calls:
 
     def __init__(self):
         self.now = 0.0
-        self.queue = QueuedCalls(SimpleNamespace(in_use=threading.RLock(), clock=self._tick), lambda: BLOCK_SECONDS)
+        self.queue = QueuedCalls(
+            SimpleNamespace(steps=SimpleNamespace(in_use=threading.RLock()), clock=self._tick), lambda: BLOCK_SECONDS
+        )
         self.has_run = []
         self.during = lambda blocks: None
 

@@ -137,7 +137,7 @@ def test_turns_of_a_conversation_across_a_limit_reuse_keys_of_the_same_factors_o
 def test_an_answer_that_crosses_a_limit_is_computed_anew_once_and_says_so():
     engine = fake_engine(make_policy("fcfs"), rope_limits=(30,))
     request = fake_request(range(28), 8)
-    with recording(engine.profiler) as trace:
+    with recording(engine.core.profiler) as trace:
         run_to_end(engine, [request])
     outputs = [output for output in outputs_of(request) if isinstance(output, TokenOutput)]
     assert request.tokens == fake_answer(range(28), 8, rope_limits=(30,))

@@ -74,7 +74,7 @@ def test_the_prompt_runs_once_and_its_slots_are_shared():
     assert engine.runner.cache.slots.num_used == 24
     assert engine.runner.cache.slots.num_shared == 24
     run_to_end(engine, [])
-    stats = engine.profiler.stats()
+    stats = engine.core.profiler.stats()
     assert stats.prefill_rows_per_second > 0
     assert stats.num_requests == 4
     assert stats.num_tokens == 24
@@ -99,9 +99,9 @@ def test_any_schedule_gives_every_answer_its_own_tokens(
         fake_request(range(9 * i, 9 * i + length), num_new, sampling=SAMPLING, seed=100 * i, num_sequences=count)
         for i, (length, num_new, count) in enumerate(requests)
     ]
-    engine.enqueue(asked)
+    engine.steps.add(asked)
     for _ in range(step):
-        engine.step()
+        engine.steps.step()
     if cancelled < len(asked):
         asked[cancelled].cancel()
     run_to_end(engine, [])

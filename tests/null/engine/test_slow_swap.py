@@ -6,7 +6,7 @@ from staticllm.testing.engine import fake_engine, fake_request, run_to_end
 
 def test_a_slow_copy_is_corrected_by_the_next_one(monkeypatch):
     engine = fake_engine(make_policy("dynamic"), 2, gap_ms=500.0, starts_thread=False, host_kv_slots=4096)
-    manager = engine.kv_manager
+    manager = engine.core.device.kv_manager
     count_swap, num_copies = manager._count_swap, 0
 
     def slow_at_first(num_slots, seconds):

@@ -5,7 +5,7 @@ from support.engine.beam_steps import beam_request
 
 from staticllm.core import Variant
 from staticllm.errors import BusyError, StaticLLMError
-from staticllm.pipelines.engine.client_sequences.sequence import Feed
+from staticllm.pipelines.engine.client_sequences.sequence import ClientSequence, Feed
 from staticllm.pipelines.engine.request import Finished, TokenOutput
 from staticllm.pipelines.engine.state import RequestState
 from staticllm.pipelines.scheduling.interface import RequestStatus
@@ -34,27 +34,27 @@ def engine_of(max_waiting):
 def test_a_request_whose_sequences_lose_their_slots_does_not_count_again(request_of):
     """Each of them counted, so that other requests were refused."""
     engine, most = engine_of(2), 0
-    engine.enqueue([request_of()])
-    engine._admit()
-    assert engine._core.num_waiting == 1
+    engine.steps.add([request_of()])
+    engine.steps.take()
+    assert engine.core.num_waiting == 1
     while not engine.is_idle:
-        engine.step()
-        most = max(most, engine._core.device.table.count(RequestStatus.WAITING))
-        assert engine._core.num_waiting == 0
+        engine.steps.step()
+        most = max(most, engine.core.device.table.count(RequestStatus.WAITING))
+        assert engine.core.num_waiting == 0
     assert most > 2, "slots were too many for this test"
     assert_empty(engine)
 
 
 def test_feeds_that_wait_do_not_count():
     engine = engine_of(2)
-    sequences = [engine.open_sequence() for _ in range(5)]
+    sequences = [ClientSequence(engine) for _ in range(5)]
     results = []
     engine.feed([Feed(sequence, range(30), results.append, "last") for sequence in sequences])
-    engine._admit()
-    engine._callbacks.run()
-    assert engine._core.device.table.count(RequestStatus.WAITING) == 5
-    engine._admit()
-    assert engine._core.num_waiting == 0
+    engine.steps.take()
+    engine.steps.callbacks.run()
+    assert engine.core.device.table.count(RequestStatus.WAITING) == 5
+    engine.steps.take()
+    assert engine.core.num_waiting == 0
     engine.submit_state(fake_request(range(5), 3))
     run_to_end(engine)
     assert all(result.error is None for result in results)
@@ -98,15 +98,15 @@ def test_requests_that_end_before_they_begin_do_not_count(first_of):
     more = submit_after(engine, first)
     for each in (first, other):
         engine.submit_state(each)
-    engine._admit()
+    engine.steps.take()
     with pytest.raises(BusyError, match="2 requests wait"):
         engine.submit_state(fake_request(range(6), 3))
     first.cancel()
-    engine._core.end_expired()
+    engine.core.end_expired()
     assert len(more) == 1, "the other one still waits, and there is room for one"
     other.cancel()
     more[0].cancel()
-    engine.step()
+    engine.steps.step()
     engine.submit_state(fake_request(range(6), 3))
     run_to_end(engine)
     assert_empty(engine)
@@ -124,7 +124,7 @@ def test_a_request_whose_last_token_cannot_be_handed_over_still_ends():
 
     request.queue.add_listener(fail_once)
     engine.submit_state(request)
-    engine.step()
+    engine.steps.step()
     assert [type(output) for output in outputs] == [TokenOutput, Finished]
     engine.submit_state(fake_request(range(6), 3))
     run_to_end(engine)
@@ -142,7 +142,7 @@ def test_a_token_that_a_listener_failed_at_is_handed_over_once():
 
     request.queue.add_listener(fail_once)
     engine.submit_state(request)
-    engine.step()
+    engine.steps.step()
     found = [request.queue.get(timeout=1) for _ in range(2)]
     assert [type(output) for output in found] == [TokenOutput, Finished], "the token is in the queue, and then the end"
     assert isinstance(found[1].error, StaticLLMError)
@@ -157,11 +157,11 @@ def test_the_reader_of_an_error_can_submit_at_once(request_of, monkeypatch):
     engine, request = engine_of(1), request_of()
     more = submit_after(engine, request)
     engine.submit_state(request)
-    engine._admit()
+    engine.steps.take()
     with monkeypatch.context() as patch:
-        patch.setattr(engine._core, "step", lambda: 1 / 0)
-        patch.setattr(engine._core, "end_all", lambda *_: 1 / 0)
-        engine.step()
+        patch.setattr(engine.core, "step", lambda: 1 / 0)
+        patch.setattr(engine.core, "end_all", lambda *_: 1 / 0)
+        engine.steps.step()
     run_to_end(engine)
     assert [len(each.tokens) for each in more] == [5 + 3]
 
@@ -173,7 +173,7 @@ def test_a_submission_counts_those_that_wait_only_if_they_may_be_too_many(monkey
     for number in range(49):
         engine.submit_state(fake_request(range(5), 3))
         if number % 8 == 0:
-            engine._admit()
+            engine.steps.take()
     assert not counted
     engine.submit_state(fake_request(range(5), 3))
     with pytest.raises(BusyError, match="50 requests wait, MAX_WAITING is 50"):
@@ -190,7 +190,7 @@ def test_searches_that_have_not_begun_count():
     for _ in range(2):
         with pytest.raises(BusyError, match="2 requests wait, MAX_WAITING is 2"):
             engine.submit_state(fake_request(range(5), 3))
-        engine._admit()  # they wait in the core now
-        engine._admit()
+        engine.steps.take()  # they wait in the core now
+        engine.steps.take()
     run_to_end(engine)
     assert_empty(engine)

@@ -118,12 +118,12 @@ def test_a_snapshot_holds_the_recurrent_states(tmp_path):
     engine = new_engine()
     first = fake_request(range(20), 5)
     run_to_end(engine, [first])
-    save(engine.kv_manager.prefix.find(first.tokens, []), tmp_path / "snapshot", {"model": "fake"})
+    save(engine.core.device.kv_manager.prefix.find(first.tokens, []), tmp_path / "snapshot", {"model": "fake"})
     stored = load(tmp_path / "snapshot", {"model": "fake"}, engine.runner.cache.layout, 100)
     assert len(stored.states) == 1
     assert stored.states[0].dtype == np.int64
     another = new_engine()
-    another.kv_manager.prefix.restore(stored)
+    another.core.device.kv_manager.prefix.restore(stored)
     request = fake_request([*first.tokens, 7], 3)
     run_to_end(another, [request])
     assert request.num_cached == 24
@@ -169,7 +169,7 @@ def test_a_prompt_is_cached_without_its_answer():
     engine = new_engine()
     first = fake_request(range(20), 5)
     run_to_end(engine, [first])
-    assert len(engine.kv_manager.prefix.find(range(20), []).tokens) == 20
+    assert len(engine.core.device.kv_manager.prefix.find(range(20), []).tokens) == 20
     for rest in ([77, 78], [79]):
         again = fake_request([*range(20), *rest], 3)
         run_to_end(engine, [again])

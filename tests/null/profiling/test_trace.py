@@ -23,9 +23,9 @@ def served(name="prefill_first", count=9, max_num_seqs=3, new=7):
     """Return the trace of ``count`` requests without common prefixes, and the requests."""
     engine = fake_engine(make_policy(name), max_num_seqs)
     requests = [fake_request([50 * i + k for k in range(5 + 3 * i)], new) for i in range(count)]
-    with recording(engine.profiler) as trace:
+    with recording(engine.core.profiler) as trace:
         run_to_end(engine, requests)
-    assert engine.profiler.trace is None
+    assert engine.core.profiler.trace is None
     return trace, requests
 
 
@@ -166,7 +166,7 @@ def test_a_request_that_never_ran_was_queued_until_its_end():
     engine = fake_engine(make_policy("fcfs"))
     request = fake_request([1, 2], 3)
     request.cancel(None, FinishReason.CANCELLED)
-    with recording(engine.profiler) as trace:
+    with recording(engine.core.profiler) as trace:
         run_to_end(engine, [request])
     ((span,),) = spans_of(trace.steps, trace.requests).values()
     assert span.kind == "queued"
@@ -178,7 +178,7 @@ def test_a_full_trace_drops_the_oldest_records_with_a_warning(tmp_path):
     engine = fake_engine(make_policy("fcfs"))
     with (
         pytest.warns(UserWarning, match="lost its .* oldest records, it holds 5"),
-        recording(engine.profiler, 5) as trace,
+        recording(engine.core.profiler, 5) as trace,
     ):
         run_to_end(engine, [fake_request([1, 2], 12)])
     assert len(trace.steps) == 4
@@ -191,9 +191,9 @@ def test_a_full_trace_drops_the_oldest_records_with_a_warning(tmp_path):
 def test_nothing_is_recorded_outside_the_block():
     engine = fake_engine(make_policy("fcfs"))
     run_to_end(engine, [fake_request([1, 2], 4)])
-    with warnings.catch_warnings(), recording(engine.profiler) as trace:
+    with warnings.catch_warnings(), recording(engine.core.profiler) as trace:
         warnings.simplefilter("error")
-        with pytest.raises(StaticLLMError, match="already"), recording(engine.profiler):
+        with pytest.raises(StaticLLMError, match="already"), recording(engine.core.profiler):
             pass
         run_to_end(engine, [fake_request([3, 4], 4)])
     num_steps = len(trace.steps)
@@ -225,12 +225,15 @@ def test_a_file_without_a_trace_is_refused(tmp_path, text, word):
 def test_a_trace_that_cannot_be_written_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="choose another path"):
         served()[0].save(tmp_path)
-    with pytest.raises(ConfigError, match="max_records=0"), recording(fake_engine(make_policy("fcfs")).profiler, 0):
+    with (
+        pytest.raises(ConfigError, match="max_records=0"),
+        recording(fake_engine(make_policy("fcfs")).core.profiler, 0),
+    ):
         pass
 
 
 def test_the_most_records_may_be_a_number_of_numpy():
-    with recording(fake_engine(make_policy("fcfs")).profiler, np.int64(3)) as trace:
+    with recording(fake_engine(make_policy("fcfs")).core.profiler, np.int64(3)) as trace:
         pass
     assert trace._records.maxlen == 3
 
@@ -255,11 +258,11 @@ class Fickle:
 def test_a_preempted_request_is_queued_again():
     engine = fake_engine(Fickle())
     first, other = fake_request([1, 2, 3], 4), fake_request([7, 8], 2)
-    with recording(engine.profiler) as trace:
+    with recording(engine.core.profiler) as trace:
         run_to_end(engine, [first, other])
     engine.close()
     assert first.tokens == fake_answer([1, 2, 3], 4)
-    assert engine.profiler.stats().num_preemptions == 1
+    assert engine.core.profiler.stats().num_preemptions == 1
     (step,) = [step for step in trace.steps if step.preempted]
     spans = spans_of(trace.steps, trace.requests)[first.id]
     assert [span.kind for span in spans] == ["queued", "prefill", "decode", "queued", "prefill", "decode"]
@@ -284,20 +287,20 @@ def test_a_failed_call_is_in_the_trace_but_not_in_the_statistics(monkeypatch):
         return run(*args)
 
     monkeypatch.setattr(engine.runner, "run", fails_once)
-    with recording(engine.profiler) as trace:
+    with recording(engine.core.profiler) as trace:
         run_to_end(engine, [fake_request([1, 2], 3)])
         run_to_end(engine, [fake_request([5, 6], 3)])
     assert [step.has_failed for step in trace.steps] == [False, True, False, False, False]
     assert trace.steps[1].decode
     assert slices(to_chrome(trace.steps, []), "call")[1]["name"].endswith("failed")
-    stats = engine.profiler.stats()
+    stats = engine.core.profiler.stats()
     assert (stats.num_steps, stats.num_failed_steps) == (5, 1)
     assert stats.device_seconds == pytest.approx(sum(s.seconds for s in trace.steps if not s.has_failed))
 
 
 def test_running_requests_do_not_count_as_waiting():
     engine = fake_engine(make_policy("fcfs"), 1)
-    with recording(engine.profiler) as trace:
+    with recording(engine.core.profiler) as trace:
         run_to_end(engine, [fake_request([1, 2], 2), fake_request([5, 6], 2)])
     assert [step.num_waiting for step in trace.steps] == [1, 1, 0, 0]
 

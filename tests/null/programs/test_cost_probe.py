@@ -424,7 +424,7 @@ def test_costs_that_cannot_be_kept_do_not_end_the_engines_thread():
 def test_the_engine_measures_when_it_rests_and_stops_for_a_request(monkeypatch):
     monkeypatch.setattr(cost_probe, "IDLE_SECONDS", 0.01)
     engine = fake_engine(make_policy("fcfs"))
-    core = engine._core
+    core = engine.core
     core.serving.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
     has_begun, may_go_on = threading.Event(), threading.Event()
 
@@ -433,7 +433,7 @@ def test_the_engine_measures_when_it_rests_and_stops_for_a_request(monkeypatch):
         assert may_go_on.wait(20)
         assert is_needed(), "the request that was submitted meanwhile"
 
-    monkeypatch.setattr(engine._core, "measure_next", measure_next)
+    monkeypatch.setattr(engine.core, "measure_next", measure_next)
     first, second = fake_request([1, 2, 3], 2), fake_request([4, 5, 6], 3)
     engine.submit_state(first)
     assert has_begun.wait(20), "the engine never rested"
@@ -443,16 +443,16 @@ def test_the_engine_measures_when_it_rests_and_stops_for_a_request(monkeypatch):
         pass
     assert second.tokens == fake_answer([4, 5, 6], 3)
     engine.close()
-    assert not engine._thread.is_alive()
+    assert not engine.step_host.thread.is_alive()
 
 
 @pytest.mark.parametrize(("others", "least"), [(1.0, 9.0), (0.0, 0.0)])
 def test_beside_other_work_a_tenth_of_the_time_is_measured(monkeypatch, others, least):
     monkeypatch.setattr(cost_probe, "IDLE_SECONDS", 0.01)
     engine = fake_engine(make_policy("fcfs"))
-    core = engine._core
+    core = engine.core
     core.serving.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
-    monkeypatch.setattr(engine._rests.use, "share", lambda with_own: others)
+    monkeypatch.setattr(engine.step_host.rests.use, "share", lambda with_own: others)
     times, is_done = [], threading.Event()
 
     def measure_next(is_needed):
@@ -542,19 +542,19 @@ def test_costs_that_somebody_waits_for_are_measured_without_a_rest(monkeypatch):
     monkeypatch.setattr(cost_probe, "IDLE_SECONDS", 0.01)
     monkeypatch.setattr(cost_probe, "SERIES_SECONDS", 0.02)
     engine = fake_engine(make_policy("fcfs"))
-    core = engine._core
+    core = engine.core
     core.serving.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
-    engine._rests.use = ScriptedUse(1.0, 0.0)
+    engine.step_host.rests.use = ScriptedUse(1.0, 0.0)
     is_done, begun = threading.Event(), []
 
     def measure_next(is_needed):
-        begun.append(engine._rests.use.num_begun)
+        begun.append(engine.step_host.rests.use.num_begun)
         time.sleep(0.02)
         if len(begun) == 6:
             is_done.set()
 
     monkeypatch.setattr(core, "measure_next", measure_next)
-    with engine.costs_awaited():
+    with engine.step_host.costs_awaited():
         engine.submit_state(fake_request([1, 2, 3], 2))
         assert is_done.wait(20)
     engine.close()
@@ -565,9 +565,9 @@ def measuring_engine(monkeypatch, share, measure_next):
     """Return an engine that rests for 0.01 s between measurements, and longer beside other work."""
     monkeypatch.setattr(cost_probe, "IDLE_SECONDS", 0.01)
     engine = fake_engine(make_policy("fcfs"))
-    core = engine._core
+    core = engine.core
     core.serving.device = replace(core.device, options=replace(core.device.options, measure_costs=True))
-    engine._rests.use = ScriptedUse(share, 0.0)
+    engine.step_host.rests.use = ScriptedUse(share, 0.0)
     monkeypatch.setattr(core, "measure_next", measure_next)
     engine.submit_state(fake_request([1, 2, 3], 2))
     return engine
@@ -580,8 +580,8 @@ def test_a_long_rest_ends_for_those_who_wait_for_the_costs_and_at_the_end(monkey
     measured.get(timeout=20)
     with pytest.raises(queue.Empty):
         measured.get(timeout=0.3)
-    assert engine._rests.seconds() == pytest.approx(30, abs=1)
-    with engine.costs_awaited():
+    assert engine.step_host.rests.seconds() == pytest.approx(30, abs=1)
+    with engine.step_host.costs_awaited():
         for _ in range(3):
             measured.get(timeout=10)
     begin = time.monotonic()

@@ -9,7 +9,7 @@ import pytest
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
-from staticllm.pipelines.engine.client_sequences.sequence import Feed
+from staticllm.pipelines.engine.client_sequences.sequence import ClientSequence, Feed
 from staticllm.pipelines.programs.variant_index import VariantIndex
 from staticllm.pipelines.scheduling.interface import Device, IdleView, JobView, Plan, RequestView, View
 from staticllm.pipelines.scheduling.planner import MAX_WAIT_SHARE, POLICIES, BatchWait, Planner, make_policy
@@ -126,9 +126,9 @@ def clients(monkeypatch):
     run = FakeProgram.run
     monkeypatch.setattr(FakeProgram, "run", lambda self, meanwhile=None: 10.0 + 0 * run(self, meanwhile))
     engine = fake_engine(make_policy("dynamic"), starts_thread=False)
-    sequences = [engine.open_sequence() for _ in range(2)]
+    sequences = [ClientSequence(engine) for _ in range(2)]
     results_of(engine, *((sequence, [1]) for sequence in sequences))
-    engine.step()
+    engine.steps.step()
     for sequence in sequences:
         sequence._state.think.add(0.2)
     yield engine, sequences
@@ -139,11 +139,11 @@ def test_a_wait_ends_when_the_other_client_sends_its_token(clients):
     engine, (first, second) = clients
     with engine.record() as trace:
         one = results_of(engine, (first, [2]))
-        engine.step()
-        assert engine._core.wait_until is not None
+        engine.steps.step()
+        assert engine.core.wait_until is not None
         assert not one
         two = results_of(engine, (second, [3]))
-        engine.step()
+        engine.steps.step()
         assert one
         assert two
     assert [len(step.decode) for step in trace.steps] == [2]
@@ -152,7 +152,7 @@ def test_a_wait_ends_when_the_other_client_sends_its_token(clients):
 def test_a_wait_ends_when_a_request_arrives(clients):
     engine, (first, _) = clients
     one, request = results_of(engine, (first, [2])), fake_request([1, 2, 3], 2)
-    engine.step()
+    engine.steps.step()
     assert not one
     run_to_end(engine, [request], max_steps=1_000_000)  # it waits for the second client, in steps without a call
     assert one
@@ -209,7 +209,7 @@ def test_clients_on_threads_share_calls(monkeypatch):
             time.sleep(0.002)
 
     with engine.record() as trace:
-        threads = [threading.Thread(target=serve, args=(engine.open_sequence(),)) for _ in range(2)]
+        threads = [threading.Thread(target=serve, args=(ClientSequence(engine),)) for _ in range(2)]
         for thread in threads:
             thread.start()
         for thread in threads:

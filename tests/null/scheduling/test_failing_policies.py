@@ -138,10 +138,10 @@ def test_a_policy_plans_again_when_the_missing_program_is_installed():
     engine = fake_engine(policy, 4, is_staged=True)
     requests = [fake_request(range(i, i + 9), 12) for i in range(4)]
     expected = [fake_answer(request.tokens, 12) for request in requests]
-    engine.enqueue(requests)
+    engine.steps.add(requests)
     with pytest.warns(RuntimeWarning) as caught:
         for _ in range(20):
-            engine.step()
+            engine.steps.step()
     (warning,) = caught
     assert "AllTogether is replaced by fcfs until more programs are compiled: rule 'holds'" in str(warning.message)
     before = policy.num_plans
@@ -190,7 +190,7 @@ def test_an_illegal_plan_of_the_fallback_loses_only_one_step(monkeypatch):
 def test_a_request_that_no_program_can_run_ends_alone(monkeypatch):
     engine = fake_engine(make_policy("dynamic"))
     stuck, fine = fake_request(range(10), 4), fake_request(range(50, 60), 4)
-    engine.enqueue([stuck, fine])
+    engine.steps.add([stuck, fine])
     check = planner_module.check
 
     def refuses_the_first(plan, view):

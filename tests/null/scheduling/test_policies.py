@@ -365,7 +365,7 @@ def test_no_prompt_begins_if_it_would_be_preempted(name):
     engine = fake_engine(make_policy(name), 2, max_seq_len=60, host_kv_slots=40)
     requests = [fake_request(range(30 * i, 30 * i + 28), 24) for i in range(12)]
     run_to_end(engine, requests)
-    stats = engine.profiler.stats()
+    stats = engine.core.profiler.stats()
     rows_run = stats.prefill_rows_per_second * stats.prefill_share * stats.device_seconds
     assert rows_run == pytest.approx(12 * 28), "prompts were preempted and computed again"
 

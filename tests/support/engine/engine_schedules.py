@@ -36,7 +36,7 @@ HOSTILE = {
 
 def assert_slots_counted(engine):
     """Assert that what a policy is told about slots is what counting the slots of all sequences gives."""
-    manager, slots = engine.kv_manager, engine.runner.cache.slots
+    manager, slots = engine.core.device.kv_manager, engine.runner.cache.slots
     idle = [*manager.prefix.idle_sequences(), *manager.idle.sequences]
     active = {state.id: state.kv.sequence for state in manager.states.values() if state.kv.sequence is not None}
     assert all(sequence.is_idle for sequence in idle)
@@ -99,7 +99,7 @@ class Schedule:
         self.cancels, self.cancelled = dict(schedule["cancels"]), set()
 
     def arrive(self, engine, step):
-        engine.enqueue([r for r, arrival in zip(self.requests, self.arrivals, strict=True) if arrival == step])
+        engine.steps.add([r for r, arrival in zip(self.requests, self.arrivals, strict=True) if arrival == step])
         for index, request in enumerate(self.requests):
             if self.cancels.get(index) == step and self.arrivals[index] <= step:
                 request.cancel()

@@ -10,7 +10,6 @@ from support.engine.output_queues import outputs_of
 
 from staticllm.core import Variant
 from staticllm.pipelines.engine.engine import Engine, new_state
-from staticllm.pipelines.engine.hosted_engine import HostedEngine
 from staticllm.pipelines.engine.jobs import job_priority
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.queued_calls import QueuedCalls
@@ -47,9 +46,9 @@ class Device:
         self.clock = VirtualClock()
         self.calls = []  # kind, start and seconds of each
         self.chat = Engine(self.runner("chat", CHAT_COSTS), make_policy(policy), options(), clock=self.clock)
-        self.chat._thread.start = lambda run: None  # steps run on the thread of the test
+        self.chat.step_host.thread.start = lambda run: None  # steps run on the thread of the test
         runner = self.runner("speech", SPEECH_COSTS)
-        self.speech = HostedEngine(self.chat, runner, make_policy("dynamic"), options(), clock=self.clock)
+        self.speech = Engine(runner, make_policy("dynamic"), options(), clock=self.clock, host=self.chat)
         self.block_seconds = encode_seconds / num_blocks
         self.encoder = QueuedCalls(self.speech, lambda: [self.block_seconds] * num_blocks)
         self.speech.add_jobs(self.encoder)
@@ -81,7 +80,7 @@ class Device:
             heard.result()
             state = request(TEXT, priority=priority, clock=self.clock)
             self.speech.submit_state(state)
-            while state.id in self.speech._inbox or state.id in self.speech._core.requests:
+            while state.id in self.speech.steps.inbox or state.id in self.speech.core.requests:
                 yield
 
     def run(self, *recordings, is_over=lambda: False):
@@ -95,7 +94,7 @@ class Device:
                     ends.append(self.clock())
             if not left or is_over():
                 return ends
-            self.chat.step()
+            self.chat.steps.step()
         raise AssertionError("recordings are left")
 
 
@@ -104,10 +103,10 @@ def stream_beside(device, *recordings):
     stream = request(480, 8, clock=device.clock)
     device.chat.submit_state(stream)
     while not stream.sequences[0].num_generated:
-        device.chat.step()
+        device.chat.steps.step()
     begin = device.clock()
     ends = device.run(*recordings)
-    assert stream.id in device.chat._core.requests, "the stream is longer than the recordings"
+    assert stream.id in device.chat.core.requests, "the stream is longer than the recordings"
     return [moment for moment in stream.sequences[0].token_times if moment <= ends[-1]], ends[-1] - begin
 
 
@@ -170,12 +169,12 @@ def test_a_prompt_goes_before_proactive_recordings_and_waits_for_one_call():
     first = device.recording(priority=-1)
     for _ in range(20):
         next(first)
-        device.chat.step()
+        device.chat.steps.step()
     chat = request(4, 8, clock=device.clock)
     before = len(device.calls)
     device.chat.submit_state(chat)
     while not chat.sequences[0].num_generated:
-        device.chat.step()
+        device.chat.steps.step()
     assert [name for name, *_ in device.calls[before:]] == ["chat"]
     device.run(first)
     device.chat.close()

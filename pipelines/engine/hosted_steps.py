@@ -1,48 +1,66 @@
-"""An engine on a device that another engine owns: its steps are jobs of that one."""
+"""The steps of an engine on a device that another engine owns: they are jobs of that one."""
 
 from __future__ import annotations
 
 import os
-import time
+import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
-from staticllm.core import Clock
 from staticllm.errors import pipeline_closed
-from staticllm.system.threads import run_uninterrupted
+from staticllm.system.threads import check_process, run_uninterrupted
 
-from ..programs.model_runner import ModelRunner
-from ..scheduling.interface import JobView, Policy, View
-from .engine import Engine
+from ..scheduling.interface import JobView, View
 from .jobs import JobHost, JobSource, job_priority, new_source_id
-from .options import EngineOptions
-from .request import EngineText
+from .steps import EngineSteps
 
 
-class HostedEngine(Engine):
-    """An engine without a thread: the ``JobSource`` of its own steps, each of which is a job of its ``host``.
+class HostedSteps:
+    """The ``StepHost`` of an engine without a thread: the ``JobSource`` of its steps, each of which is a job of its ``host``.
 
-    The host's scheduler decides when a step runs, and this engine's own what is in it: its requests share calls as in any engine.
+    The host's scheduler decides when a step runs, and the engine's own what is in it: its requests share calls as in any engine.
     Its jobs are jobs of the host too. The host may change between two jobs. No costs are measured while it rests; they are learnt
     from its calls. It joins the host with its first request, and leaves it when either of them is closed.
     """
 
-    def __init__(
-        self,
-        host: JobHost,
-        runner: ModelRunner,
-        policy: Policy,
-        options: EngineOptions,
-        text: EngineText | None = None,
-        clock: Clock = time.perf_counter,
-    ) -> None:
-        super().__init__(runner, policy, options, text, clock)
+    def __init__(self, steps: EngineSteps, host: JobHost) -> None:
         self.id = new_source_id()
         self.host = host
+        self._steps = steps
+        self._changed = threading.Condition(steps.lock)
         self._sources: list[JobSource] = []  # of which the jobs were passed on to the host
         self._wake_host: Callable[[], None] = lambda: None
         self._has_joined = False
+        self.is_closing = False
         self._has_ended = False
         self._last_end = float("-inf")  # of a step
+        self._pid = os.getpid()
+
+    @property
+    def is_ours(self) -> bool:
+        """As ``StepHost.is_ours``."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """As ``StepHost.check_process``."""
+        check_process(self._pid)
+
+    @property
+    def is_busy(self) -> bool:
+        """As ``StepHost.is_busy``."""
+        return bool(self._steps.num_requests) or any(source.has_jobs for source in self._sources)
+
+    def need(self) -> None:
+        """As ``StepHost.need``: join the host if necessary, and wake it."""
+        self.check_process()
+        with self._steps.lock:
+            if self.is_closing:
+                raise pipeline_closed()
+            if not self._has_joined:
+                self.host.add_jobs(self)
+                self._has_joined = True
+            self._steps.has_news = True
+            self._wake_host()
 
     def add_jobs(self, source: JobSource) -> None:
         """Run the jobs of a source beside the requests of the host.
@@ -55,24 +73,21 @@ class HostedEngine(Engine):
         self._sources.append(source)
 
     def remove_jobs(self, source: JobSource) -> None:
-        """Close a source after its current job. Nothing happens if the host has closed it already."""
+        """As ``JobHost.remove_jobs``."""
         self.host.remove_jobs(source)
 
     def detach_jobs(self, source: JobSource) -> None:
-        """Begin no more jobs of a source, which stays open for another host. One that runs now goes on."""
+        """As ``JobHost.detach_jobs``."""
         self.host.detach_jobs(source)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether the engine has neither requests nor jobs."""
-        return not self.num_requests and not any(source.has_jobs for source in self._sources)
+    def costs_awaited(self) -> AbstractContextManager[None]:
+        """Do nothing: costs are learnt from calls."""
+        return nullcontext()
 
     @property
     def has_jobs(self) -> bool:
         """Whether there is something to do on the host's thread; found without a lock."""
-        return bool(
-            self._has_news or self.num_requests or self._callbacks or self._next or self._core.device.is_offloading
-        )
+        return self._steps.has_news or self._steps.is_needed or self._steps.core.device.is_offloading
 
     @property
     def wait_seconds(self) -> float:
@@ -89,27 +104,28 @@ class HostedEngine(Engine):
         It takes its time, whatever ``max_seconds`` says: how long prompts are divided is the affair of this engine's own policy.
         """
         del max_seconds
-        with self.in_use, self._guarded():
+        core = self._steps.core
+        with self._steps.in_use, self._steps.guarded():
             if self._has_ended:
                 return None
-            self._admit()
-            self._callbacks.run()
-            self._core.end_expired()
-            if self._core.requests:
-                return self._job_of(self._core.serving.view())
-            self._core.step()  # without a call: it hands out what is left, and moves cached slots
+            self._steps.take()
+            core.end_expired()
+            if core.requests:
+                return self._job_of(core.serving.view())
+            core.step()  # without a call: it hands out what is left, and moves cached slots
         return None
 
     def run_next(self, meanwhile: Callable[[], None] | None = None) -> int:
         """Make one step, and return the number of rows of its call; 0 if there was none."""
-        with self.in_use, self._guarded():
+        core = self._steps.core
+        with self._steps.in_use, self._steps.guarded():
             if self._has_ended:
                 return 0
-            self._core.step(meanwhile)
-            self._last_end = self._core.clock()
-            with self._lock:
-                self._wake.notify_all()  # ``close`` may wait for the last request
-            return sum(rows.count for rows in self._core.rows)
+            core.step(meanwhile)
+            self._last_end = core.clock()
+            with self._steps.lock:
+                self._changed.notify_all()  # ``close`` may wait for the last request
+            return sum(rows.count for rows in core.rows)
         return 0
 
     def close(self, drain: bool = False) -> None:
@@ -117,34 +133,24 @@ class HostedEngine(Engine):
 
         A second call does nothing, and neither does one in a forked child.
         """
-        if os.getpid() != self._pid:
+        if not self.is_ours:
             return
-        with self._lock:
-            self._is_closing = True
+        with self._steps.lock:
+            self.is_closing = True
             if drain:
-                self._wake.wait_for(lambda: self._has_ended or self.is_idle)
+                self._changed.wait_for(lambda: self._has_ended or not self.is_busy)
         for source in (*self._sources, self):
             self.host.detach_jobs(source)
         for source in self._sources:
             source.close()
         run_uninterrupted(self._leave, "staticllm-close")
-        with self._lock:
-            self._wake.notify_all()
+        with self._steps.lock:
+            self._changed.notify_all()
 
     def _leave(self) -> None:
-        with self.in_use:
+        with self._steps.in_use:
             self._has_ended = True
-            super()._leave()
-
-    def _start(self) -> None:
-        """Join the host if necessary, and wake it. The caller holds the lock."""
-        if self._is_closing:
-            raise pipeline_closed()
-        if not self._has_joined:
-            self.host.add_jobs(self)
-            self._has_joined = True
-        self._has_news = True
-        self._wake_host()
+            self._steps.end()
 
     def _job_of(self, view: View) -> JobView:
         """Return the next step of the requests in a view, of which it has the highest priority and the first deadline.
@@ -154,7 +160,8 @@ class HostedEngine(Engine):
         requests = view.requests
         arrival = max(self._last_end, min((request.arrival for request in requests), default=view.now))
         deadline = min((request.deadline for request in requests if request.deadline is not None), default=None)
-        return JobView(self.id, _longest_call(view), arrival, job_priority(self._core.demand.priority), deadline)
+        priority = job_priority(self._steps.core.demand.priority)
+        return JobView(self.id, _longest_call(view), arrival, priority, deadline)
 
 
 def _longest_call(view: View) -> float:

@@ -1,0 +1,66 @@
+"""A thread that owns a device: it begins when it is needed, waits for news, and ends when it is closed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+
+from staticllm.errors import pipeline_closed
+from staticllm.system.threads import LazyThread, check_process
+
+
+class StepThread(ABC):
+    """Runs ``_run`` on a thread that begins with the first ``need`` and ends, after ``end``, once ``_run`` has returned.
+
+    ``lock`` guards what ``_run`` waits for, and ``wake``, its condition, is notified of news; ``is_closing`` is among them.
+    """
+
+    def __init__(self, name: str, lock: threading.RLock | None = None) -> None:
+        self.lock = threading.RLock() if lock is None else lock
+        self.wake = threading.Condition(self.lock)
+        self.is_closing = False
+        self.thread = LazyThread(name)
+        self._pid = os.getpid()
+
+    @abstractmethod
+    def _run(self) -> None:
+        """Work until ``is_closing`` is true, and then end what is left."""
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether this is the process that the thread and the lock belong to, and not a forked child."""
+        return os.getpid() == self._pid
+
+    def check_process(self) -> None:
+        """Check that this is the process that the thread belongs to.
+
+        Raises:
+            ClosedError: it is a forked child.
+        """
+        check_process(self._pid)
+
+    def need(self) -> None:
+        """Start the thread if necessary, and wake it.
+
+        Raises:
+            ClosedError: it was closed, or belongs to another process.
+        """
+        self.check_process()
+        with self.lock:
+            if self.is_closing:
+                raise pipeline_closed()
+            self.thread.start(self._run)
+            self.wake.notify_all()
+
+    def end(self) -> bool:
+        """End the thread, and wait for it. Return False on the thread itself, which has not ended, and in a forked child."""
+        if not self.is_ours:
+            return False
+        with self.lock:
+            self.is_closing = True
+            self.wake.notify_all()
+        if self.thread.is_current:
+            return False
+        self.thread.join()
+        return True
