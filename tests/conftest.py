@@ -69,6 +69,18 @@ def _without_delay(config: pytest.Config) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Iterator[None]:
+    """Keep the signal stack of this thread: a pipeline of GenAI that a test drops may leave one that is unmapped.
+
+    Then the next signal ends the process without a word, and a crash shows no traceback.
+    """
+    from staticllm.system.signal_stack import kept_signal_stack
+
+    with kept_signal_stack():
+        return (yield)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     if not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
         return None
