@@ -12,7 +12,7 @@ from staticllm.results import ToolCall
 
 from ..grammars.schema_facts import fits
 from .parser_output import Output
-from .source import WHITESPACE, MalformedError, Source, Steps
+from .text_stream import WHITESPACE, MalformedError, Steps, TextStream
 
 MAX_DEPTH = 64
 MAX_WORD_CHARS = 64
@@ -21,108 +21,108 @@ _ESCAPES = '"\\/bfnrtu'
 _HEX = "0123456789abcdefABCDEF"
 
 
-def take_json(source: Source, write: Callable[[str], object]) -> Steps[None]:
+def take_json(stream: TextStream, write: Callable[[str], object]) -> Steps[None]:
     """Take one JSON value, which may follow whitespace, and pass its text to ``write`` as it comes."""
-    yield from source.skip_space()
-    yield from _take_any(source, write, 0)
+    yield from stream.skip_space()
+    yield from _take_any(stream, write, 0)
 
 
-def _take_any(source: Source, write: Callable[[str], object], level: int) -> Steps[None]:
+def _take_any(stream: TextStream, write: Callable[[str], object], level: int) -> Steps[None]:
     """Take a value within ``level`` others."""
-    first = yield from source.peek()
+    first = yield from stream.peek()
     if first and first in "{[":
         if level == MAX_DEPTH:
             raise MalformedError(f"more than {MAX_DEPTH} levels")
-        yield from _take_container(source, write, level)
+        yield from _take_container(stream, write, level)
     elif first == '"':
-        yield from _take_string(source, write)
+        yield from _take_string(stream, write)
     else:
-        yield from _take_word(source, write, sys.maxsize if level else MAX_WORD_CHARS)
+        yield from _take_word(stream, write, sys.maxsize if level else MAX_WORD_CHARS)
 
 
-def _take_container(source: Source, write: Callable[[str], object], level: int) -> Steps[None]:
+def _take_container(stream: TextStream, write: Callable[[str], object], level: int) -> Steps[None]:
     """Take an object or an array."""
-    is_object = (yield from _take_one(source, write, "{[")) == "{"
+    is_object = (yield from _take_one(stream, write, "{[")) == "{"
     end = "}" if is_object else "]"
-    after = yield from _take_space(source, write)
+    after = yield from _take_space(stream, write)
     while after != end:
         if is_object:
-            yield from _take_string(source, write)
-            yield from _take_space(source, write)
-            yield from _take_one(source, write, ":")
-            yield from _take_space(source, write)
-        yield from _take_any(source, write, level + 1)
-        if (after := (yield from _take_space(source, write))) != end:
-            yield from _take_one(source, write, ",")
-            yield from _take_space(source, write)
-    yield from _take_one(source, write, end)
+            yield from _take_string(stream, write)
+            yield from _take_space(stream, write)
+            yield from _take_one(stream, write, ":")
+            yield from _take_space(stream, write)
+        yield from _take_any(stream, write, level + 1)
+        if (after := (yield from _take_space(stream, write))) != end:
+            yield from _take_one(stream, write, ",")
+            yield from _take_space(stream, write)
+    yield from _take_one(stream, write, end)
 
 
-def _take_string(source: Source, write: Callable[[str], object]) -> Steps[None]:
-    yield from _take_one(source, write, '"')
-    while (char := (yield from source.peek())) != '"':
+def _take_string(stream: TextStream, write: Callable[[str], object]) -> Steps[None]:
+    yield from _take_one(stream, write, '"')
+    while (char := (yield from stream.peek())) != '"':
         if not char or char < " ":
             raise MalformedError("a control character in a string, or no end of it")
-        source.take()
+        stream.take()
         write(char)
-        if char == "\\" and (yield from _take_one(source, write, _ESCAPES)) == "u":
+        if char == "\\" and (yield from _take_one(stream, write, _ESCAPES)) == "u":
             for _ in range(4):
-                yield from _take_one(source, write, _HEX)
-    yield from _take_one(source, write, '"')
+                yield from _take_one(stream, write, _HEX)
+    yield from _take_one(stream, write, '"')
 
 
-def _take_one(source: Source, write: Callable[[str], object], possible: str) -> Steps[str]:
+def _take_one(stream: TextStream, write: Callable[[str], object], possible: str) -> Steps[str]:
     """Take and return the next character.
 
     Raises:
         MalformedError: it is none of those that are possible.
     """
-    char = yield from source.peek()
+    char = yield from stream.peek()
     if not char or char not in possible:
         raise MalformedError(f"{char!r} here")
-    source.take()
+    stream.take()
     write(char)
     return char
 
 
-def _take_space(source: Source, write: Callable[[str], object]) -> Steps[str]:
+def _take_space(stream: TextStream, write: Callable[[str], object]) -> Steps[str]:
     """Take whitespace, and return the next character without taking it; "" at the end."""
-    while (char := (yield from source.peek())) and char in WHITESPACE:
-        source.take()
+    while (char := (yield from stream.peek())) and char in WHITESPACE:
+        stream.take()
         write(char)
     return char
 
 
-def take_object(source: Source, write: Callable[[str], object]) -> Steps[None]:
+def take_object(stream: TextStream, write: Callable[[str], object]) -> Steps[None]:
     """Take a JSON object like ``take_json``."""
-    if (yield from source.skip_space()) != "{":
+    if (yield from stream.skip_space()) != "{":
         raise MalformedError("arguments that are no object")
-    yield from take_json(source, write)
+    yield from take_json(stream, write)
 
 
-def take_value(source: Source) -> Steps[Any]:
+def take_value(stream: TextStream) -> Steps[Any]:
     """Take one JSON value and return it."""
     chars: list[str] = []
-    yield from take_json(source, chars.append)
+    yield from take_json(stream, chars.append)
     return json.loads("".join(chars))
 
 
-def take_key(source: Source) -> Steps[str]:
+def take_key(stream: TextStream) -> Steps[str]:
     """Take the key of a member and the colon behind it, and return the key."""
-    if (yield from source.skip_space()) != '"':
+    if (yield from stream.skip_space()) != '"':
         raise MalformedError("a key is missing")
-    key = yield from take_value(source)
-    yield from source.skip_space()
-    yield from source.expect(":")
+    key = yield from take_value(stream)
+    yield from stream.skip_space()
+    yield from stream.expect(":")
     return str(key)
 
 
-def _take_word(source: Source, write: Callable[[str], object], most: int) -> Steps[None]:
+def _take_word(stream: TextStream, write: Callable[[str], object], most: int) -> Steps[None]:
     """Take a number or a literal, which ends before a comma, a bracket, whitespace or the end of the text."""
     chars: list[str] = []
-    while (char := (yield from source.peek())) and char not in ",]}" + WHITESPACE and len(chars) < most:
+    while (char := (yield from stream.peek())) and char not in ",]}" + WHITESPACE and len(chars) < most:
         chars.append(char)
-        source.take()
+        stream.take()
         write(char)
     check_word("".join(chars))
 
@@ -163,8 +163,8 @@ class CallObject:
     ``is_bare``: the text may also be an ordinary JSON object, so the call begins only with arguments for a known function.
     """
 
-    def __init__(self, source: Source, output: Output, is_bare: bool = False) -> None:
-        self._source = source
+    def __init__(self, stream: TextStream, output: Output, is_bare: bool = False) -> None:
+        self._stream = stream
         self._output = output
         self._is_bare = is_bare
         self._name: str | None = None
@@ -180,28 +180,28 @@ class CallObject:
             self._begin()
             self._output.arguments("{}" if self._waiting is None else "".join(self._waiting))
         self._output.end_call()
-        self._source.mark()
+        self._stream.mark()
 
     def _object(self, is_inner: bool) -> Steps[None]:
-        yield from self._source.expect("{")
-        yield from self._source.items("}", lambda: self._member(is_inner))
+        yield from self._stream.expect("{")
+        yield from self._stream.items("}", lambda: self._member(is_inner))
 
     def _member(self, is_inner: bool) -> Steps[None]:
-        source = self._source
-        key = yield from take_key(source)
+        stream = self._stream
+        key = yield from take_key(stream)
         if self._is_bare and key not in CALL_KEYS:
             raise MalformedError("an ordinary object")
-        first = yield from source.skip_space()
+        first = yield from stream.skip_space()
         if key in NAME_KEYS or (key == "function" and first == '"'):
             if first != '"' or self._name is not None:
                 raise MalformedError("the name is no string, or comes twice")
-            self._name = yield from take_value(source)
+            self._name = yield from take_value(stream)
         elif key == "function" and first == "{" and not is_inner:
             yield from self._object(is_inner=True)
         elif key in ARGUMENT_KEYS:
             yield from self._arguments(first)
         else:
-            yield from take_value(source)
+            yield from take_value(stream)
 
     def _arguments(self, first: str) -> Steps[None]:
         if self._waiting is not None or self._has_begun:
@@ -213,9 +213,9 @@ class CallObject:
                 write = self._waiting.append
             else:
                 self._begin()
-            yield from take_json(self._source, write)
+            yield from take_json(self._stream, write)
             return
-        value = yield from take_value(self._source)
+        value = yield from take_value(self._stream)
         text = "{}" if value is None else value
         if not isinstance(text, str) or not isinstance(_loaded(text), dict):
             raise MalformedError("arguments that are no object")
@@ -239,13 +239,13 @@ def _loaded(text: str) -> object:
         return None
 
 
-def take_call_objects(source: Source, output: Output, is_bare: bool = False) -> Steps[None]:
+def take_call_objects(stream: TextStream, output: Output, is_bare: bool = False) -> Steps[None]:
     """Take one call object, or a list of them; ``is_bare`` as for ``CallObject``."""
-    if (yield from source.skip_space()) != "[":
-        yield from CallObject(source, output, is_bare).take()
+    if (yield from stream.skip_space()) != "[":
+        yield from CallObject(stream, output, is_bare).take()
         return
-    source.take()
-    yield from source.items("]", lambda: CallObject(source, output, is_bare).take())
+    stream.take()
+    yield from stream.items("]", lambda: CallObject(stream, output, is_bare).take())
 
 
 class SoleCalls:
@@ -257,7 +257,7 @@ class SoleCalls:
     def __init__(self, functions: Mapping[str, Mapping[str, Any]], new_id: Callable[[], str]) -> None:
         """``functions``: the JSON schemas of their parameters, by name."""
         self._functions = functions
-        self._source = Source()
+        self._stream = TextStream()
         self._output = Output(functions, new_id)
         self._steps = self._all()
         self._is_over = False
@@ -265,12 +265,12 @@ class SoleCalls:
 
     def push(self, text: str) -> None:
         """Add a piece. Once the text can be no calls any more, ``is_possible`` is false."""
-        self._source.feed(text)
+        self._stream.feed(text)
         self._advance()
 
     def finish(self) -> tuple[ToolCall, ...]:
         """End the text, and return the calls that it is; none if it is something else."""
-        self._source.close()
+        self._stream.close()
         self._advance()
         calls = message_of(self._output.take_events()).tool_calls if self.is_possible else ()
         try:
@@ -287,64 +287,64 @@ class SoleCalls:
             self.is_possible = False
 
     def _all(self) -> Steps[None]:
-        yield from take_call_objects(self._source, self._output, is_bare=True)
-        if (yield from self._source.skip_space()):
+        yield from take_call_objects(self._stream, self._output, is_bare=True)
+        if (yield from self._stream.skip_space()):
             raise MalformedError("something follows the calls")
 
 
-def take_bare_objects(source: Source, output: Output) -> Steps[None]:
+def take_bare_objects(stream: TextStream, output: Output) -> Steps[None]:
     """Take a list of call objects, or objects that are separated by semicolons."""
-    if (yield from source.skip_space()) == "[":
-        yield from take_call_objects(source, output, is_bare=True)
+    if (yield from stream.skip_space()) == "[":
+        yield from take_call_objects(stream, output, is_bare=True)
         return
-    yield from CallObject(source, output, is_bare=True).take()
-    while (yield from source.skip_space()) == ";":
-        source.take()
-        yield from source.skip_space()
-        yield from CallObject(source, output, is_bare=True).take()
+    yield from CallObject(stream, output, is_bare=True).take()
+    while (yield from stream.skip_space()) == ";":
+        stream.take()
+        yield from stream.skip_space()
+        yield from CallObject(stream, output, is_bare=True).take()
 
 
-def take_listed_calls(source: Source, output: Output) -> Steps[None]:
+def take_listed_calls(stream: TextStream, output: Output) -> Steps[None]:
     """Take ``{"tool_calls": [...]}``, as tools are described to models whose template shows none. It may have a ``content``."""
-    yield from source.skip_space()
-    yield from source.expect("{")
+    yield from stream.skip_space()
+    yield from stream.expect("{")
     content: str | None = None
     has_calls = False
 
     def take_member() -> Steps[None]:
         nonlocal content, has_calls
-        key = yield from take_key(source)
-        if key == "tool_calls" and not has_calls and (yield from source.skip_space()) == "[":
-            yield from take_call_objects(source, output, is_bare=True)
+        key = yield from take_key(stream)
+        if key == "tool_calls" and not has_calls and (yield from stream.skip_space()) == "[":
+            yield from take_call_objects(stream, output, is_bare=True)
             has_calls = True
         elif key == "content":
-            content = yield from take_value(source)
+            content = yield from take_value(stream)
         else:
             raise MalformedError("an ordinary object")
 
-    yield from source.items("}", take_member)
+    yield from stream.items("}", take_member)
     if not has_calls:
         raise MalformedError("an object without calls")
     output.content(str(content or ""))
 
 
-def take_keyed_calls(source: Source, output: Output) -> Steps[None]:
+def take_keyed_calls(stream: TextStream, output: Output) -> Steps[None]:
     """Take a list of objects ``{"name": {…}}``, whose keys are the functions and whose values are the arguments."""
-    yield from source.skip_space()
-    if (yield from source.skip("[")):
-        yield from source.items("]", lambda: _take_keyed_call(source, output))
+    yield from stream.skip_space()
+    if (yield from stream.skip("[")):
+        yield from stream.items("]", lambda: _take_keyed_call(stream, output))
     else:
-        yield from _take_keyed_call(source, output)
+        yield from _take_keyed_call(stream, output)
 
 
-def _take_keyed_call(source: Source, output: Output) -> Steps[None]:
-    yield from source.expect("{")
-    name = yield from take_key(source)
+def _take_keyed_call(stream: TextStream, output: Output) -> Steps[None]:
+    yield from stream.expect("{")
+    name = yield from take_key(stream)
     if not name:
         raise MalformedError("a call without a name")
     output.begin_bare_call(name)
-    yield from take_object(source, output.arguments)
-    yield from source.skip_space()
-    yield from source.expect("}")
+    yield from take_object(stream, output.arguments)
+    yield from stream.skip_space()
+    yield from stream.expect("}")
     output.end_call()
-    source.mark()
+    stream.mark()

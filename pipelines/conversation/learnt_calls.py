@@ -11,8 +11,8 @@ from typing import Any
 from .json_calls import take_call_objects, take_object
 from .named_arguments import FENCE
 from .parser_output import Output
-from .source import MalformedError, Source, Steps
 from .template_shape import CallExamples, num_equal
+from .text_stream import MalformedError, Steps, TextStream
 from .unquoted_values import Types, take_parameter_value
 
 ID = "call1call"
@@ -182,7 +182,7 @@ def _common_end(one: str, other: str) -> str:
 
 
 def take_learnt_calls(
-    source: Source, output: Output, learnt: LearntCalls, functions: Mapping[str, Types], marker: str
+    stream: TextStream, output: Output, learnt: LearntCalls, functions: Mapping[str, Types], marker: str
 ) -> Steps[None]:
     """Take the calls after ``marker``, one of ``openings``. ``functions``: the schemas of parameters, by function.
 
@@ -192,135 +192,135 @@ def take_learnt_calls(
     before = tokens_of(learnt.before)
     leads = {before[-1]: [], before[0]: before[1:]}
     lead = [*opening[1:], *before] if marker in opening[:1] else leads[marker]
-    first = yield from source.skip_space()
+    first = yield from stream.skip_space()
     if first and first in "{[" and not (lead and lead[0].startswith(first)):
-        yield from take_call_objects(source, output)
-        yield from _skip_tokens(source, [*tokens_of(learnt.after), *closing])
+        yield from take_call_objects(stream, output)
+        yield from _skip_tokens(stream, [*tokens_of(learnt.after), *closing])
         return
     while True:
-        written = yield from _take_lead(source, lead)
-        yield from _take_call(source, output, learnt, functions, written)
-        yield from source.skip_space()
-        if not (yield from source.starts_with(before[0])):
+        written = yield from _take_lead(stream, lead)
+        yield from _take_call(stream, output, learnt, functions, written)
+        yield from stream.skip_space()
+        if not (yield from stream.starts_with(before[0])):
             break
         lead = before
-    yield from _skip_tokens(source, closing)
+    yield from _skip_tokens(stream, closing)
 
 
-def _skip_tokens(source: Source, tokens: list[str]) -> Steps[None]:
+def _skip_tokens(stream: TextStream, tokens: list[str]) -> Steps[None]:
     for token in tokens:
-        yield from source.skip_space()
-        yield from source.skip_end(token)
+        yield from stream.skip_space()
+        yield from stream.skip_end(token)
 
 
-def _take_lead(source: Source, tokens: list[str]) -> Steps[str]:
+def _take_lead(stream: TextStream, tokens: list[str]) -> Steps[str]:
     """Take the text before a name. Only its last piece must be as in the template: some models write less than that.
 
     Return what is written between the last two tags.
     """
     if not tokens:
-        yield from source.skip_space()
+        yield from stream.skip_space()
         return ""
     if tokens[-1] == "functions.":
-        yield from _take_tokens(source, tokens[:-1])
+        yield from _take_tokens(stream, tokens[:-1])
         return ""
     taken: list[str] = []
-    found = yield from source.text_until([tokens[-1]], taken.append, takes_cut_marker=False)
+    found = yield from stream.text_until([tokens[-1]], taken.append, takes_cut_marker=False)
     text = "".join(taken)
     if not found or len(text) > MAX_LEAD_CHARS:
         raise MalformedError("a call without a name")
     return text.rpartition(">")[2].strip()
 
 
-def _take_tokens(source: Source, tokens: list[str]) -> Steps[None]:
+def _take_tokens(stream: TextStream, tokens: list[str]) -> Steps[None]:
     for index, token in enumerate(tokens):
-        yield from source.skip_space()
+        yield from stream.skip_space()
         if token == ID:
-            yield from source.word(tokens[index + 1][0] if index + 1 < len(tokens) else "\n<")
+            yield from stream.word(tokens[index + 1][0] if index + 1 < len(tokens) else "\n<")
         else:
-            yield from source.expect(token)
+            yield from stream.expect(token)
 
 
 def _take_call(
-    source: Source, output: Output, learnt: LearntCalls, functions: Mapping[str, Types], before_name: str
+    stream: TextStream, output: Output, learnt: LearntCalls, functions: Mapping[str, Types], before_name: str
 ) -> Steps[None]:
     """Take a call. ``before_name``: what stands in place of the type of the call; some models write the name there, then JSON."""
     inner = learnt.parameters
     end = tokens_of(learnt.after)
     numbered = learnt.has_number
-    if (yield from source.skip_space()) == "{" and inner is None and before_name not in ("", TYPE):
+    if (yield from stream.skip_space()) == "{" and inner is None and before_name not in ("", TYPE):
         name = before_name
         end = [token for token in end if token != FENCE]
     else:
-        name = (yield from source.word(learnt.name_ends)).strip()
+        name = (yield from stream.word(learnt.name_ends)).strip()
         name = _NUMBERED.sub("", name) if numbered else name
-        yield from _take_after_name(source, tokens_of(learnt.after_name)[1 if numbered else 0 :], inner is None)
-    if inner is None and name == TYPE and (yield from source.skip_space()) != "{":
-        name = yield from _take_fenced_name(source)
+        yield from _take_after_name(stream, tokens_of(learnt.after_name)[1 if numbered else 0 :], inner is None)
+    if inner is None and name == TYPE and (yield from stream.skip_space()) != "{":
+        name = yield from _take_fenced_name(stream)
         end = [FENCE, *end]
     if not name:
         raise MalformedError("a call without a name")
     output.begin_call(name)
     if inner is None:
-        yield from take_object(source, output.arguments)
+        yield from take_object(stream, output.arguments)
     else:
-        yield from _take_parameters(source, output, inner, functions.get(name, {}), (end or [""])[0])
-    yield from _take_end(source, end, inner is None)
+        yield from _take_parameters(stream, output, inner, functions.get(name, {}), (end or [""])[0])
+    yield from _take_end(stream, end, inner is None)
     output.end_call()
-    source.mark()
+    stream.mark()
 
 
-def _take_after_name(source: Source, tokens: list[str], has_json: bool) -> Steps[None]:
+def _take_after_name(stream: TextStream, tokens: list[str], has_json: bool) -> Steps[None]:
     """Take the text between a name and the arguments; before JSON, some models leave it out, or the id in it."""
-    if has_json and (yield from source.skip_space()) == "{":
+    if has_json and (yield from stream.skip_space()) == "{":
         return
-    if len(tokens) > 2 and tokens[1] == ID and not (yield from source.starts_with(tokens[0])):
+    if len(tokens) > 2 and tokens[1] == ID and not (yield from stream.starts_with(tokens[0])):
         tokens = tokens[2:]
-    yield from _take_tokens(source, tokens)
+    yield from _take_tokens(stream, tokens)
 
 
-def _take_fenced_name(source: Source) -> Steps[str]:
+def _take_fenced_name(stream: TextStream) -> Steps[str]:
     """Take a name and the beginning of a block of JSON."""
-    name = (yield from source.word("\n")).strip()
-    yield from source.skip_space()
-    yield from source.expect(f"{FENCE}json")
+    name = (yield from stream.word("\n")).strip()
+    yield from stream.skip_space()
+    yield from stream.expect(f"{FENCE}json")
     return name
 
 
-def _take_end(source: Source, tokens: list[str], has_json: bool) -> Steps[None]:
+def _take_end(stream: TextStream, tokens: list[str], has_json: bool) -> Steps[None]:
     """Take the text after a call. Only its first piece must come, and after JSON not even that at the end of the text."""
-    if not tokens or (has_json and not (yield from source.skip_space())):
+    if not tokens or (has_json and not (yield from stream.skip_space())):
         return
-    if not (has_json and (yield from source.skip_end(tokens[0]))):
-        yield from _take_tokens(source, tokens[:1])
-    yield from _skip_tokens(source, tokens[1:])
+    if not (has_json and (yield from stream.skip_end(tokens[0]))):
+        yield from _take_tokens(stream, tokens[:1])
+    yield from _skip_tokens(stream, tokens[1:])
 
 
 def _take_parameters(
-    source: Source, output: Output, inner: LearntParameters, types: Types, call_end: str
+    stream: TextStream, output: Output, inner: LearntParameters, types: Types, call_end: str
 ) -> Steps[None]:
     seen = set[str]()
     before = "{"
     opening = inner.before_name.strip()
     between = tokens_of(inner.after_name)
     while True:
-        yield from source.skip_space()
-        if not (yield from source.skip(opening)):
+        yield from stream.skip_space()
+        if not (yield from stream.skip(opening)):
             break
-        key = (yield from source.word(between[0][0])).strip()
+        key = (yield from stream.word(between[0][0])).strip()
         if not key or key in seen:
             raise MalformedError(f"the parameter {key!r} is empty or comes twice")
         seen.add(key)
         schema: Mapping[str, Any] = types.get(key, {})
-        if inner.after_name != inner.after_name_of_other and (yield from source.skip(inner.after_name.strip())):
+        if inner.after_name != inner.after_name_of_other and (yield from stream.skip(inner.after_name.strip())):
             schema = schema if schema.get("type") else {**schema, "type": "string"}
         else:
-            yield from _take_tokens(source, tokens_of(inner.after_name_of_other))
+            yield from _take_tokens(stream, tokens_of(inner.after_name_of_other))
         written = f"{before}{json.dumps(key, ensure_ascii=False)}: "
         end = inner.after_value.strip()
         has_lines = inner.after_value.startswith("\n")
-        if (yield from take_parameter_value(source, output, written, schema, end, has_line_breaks=has_lines)):
+        if (yield from take_parameter_value(stream, output, written, schema, end, has_line_breaks=has_lines)):
             before = ", "
-    if not (yield from source.starts_with(call_end)):
+    if not (yield from stream.starts_with(call_end)):
         raise MalformedError("a call without an end")
     output.arguments("{}" if before == "{" else "}")

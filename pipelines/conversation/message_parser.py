@@ -22,10 +22,10 @@ from .json_calls import (
 from .learnt_calls import take_learnt_calls
 from .named_arguments import take_braced_calls, take_fenced_calls, take_python_calls
 from .parser_output import ExpectedCalls, Output, new_call_id
-from .source import MalformedError, Source, Steps
+from .text_stream import MalformedError, Steps, TextStream
 from .unquoted_values import Types
 
-_TAKERS: dict[str, Callable[[Source, Output], Steps[None]]] = {
+_TAKERS: dict[str, Callable[[TextStream, Output], Steps[None]]] = {
     "tagged": take_call_objects,
     "python": take_python_calls,
     "fenced": take_fenced_calls,
@@ -70,7 +70,7 @@ class MessageParser:
         self._schemas = {str(function["name"]): function.get("parameters") or {} for function in functions}
         self._new_id = new_id
         self._may_be_sole = calls == "auto" and format.syntax not in ("bare_json", "generic")
-        self._source = Source()
+        self._stream = TextStream()
         self._output = Output(self._types, new_id, calls)
         self._steps = self._constrained_answer() if is_content else self._whole_answer()
         self._is_over = False
@@ -78,13 +78,13 @@ class MessageParser:
 
     def push(self, text: str) -> list[Event]:
         """Add a piece of the answer, and return the events that are certain now."""
-        self._source.feed(text)
+        self._stream.feed(text)
         self._advance()
         return self._taken()
 
     def finish(self) -> list[Event]:
         """End the answer, and return its last events; to be called once."""
-        self._source.close()
+        self._stream.close()
         self._advance()
         self._output.finish()
         return self._taken()
@@ -114,22 +114,22 @@ class MessageParser:
 
     def _whole_answer(self) -> Steps[None]:
         if self._format.syntax == "harmony":
-            return take_harmony(self._source, self._output)
+            return take_harmony(self._stream, self._output)
         if self._format.syntax == "recipients":
-            return take_recipients(self._source, self._output, self._format.call, self._format.is_call_open)
+            return take_recipients(self._stream, self._output, self._format.call, self._format.is_call_open)
         return self._answer()
 
     def _constrained_answer(self) -> Steps[None]:
         """Take an answer whose text for the user a grammar wrote, after what comes before it in the format."""
-        source = self._source
+        stream = self._stream
         output = self._output
         for end, write in ((self._format.opening, str), (self._format.reasoning_end, output.reasoning)):
-            if end and not (yield from source.text_until([end], write, takes_cut_marker=False)):
+            if end and not (yield from stream.text_until([end], write, takes_cut_marker=False)):
                 return  # it was cut off before the grammar began
-        yield from source.text_until([], output.verbatim)
+        yield from stream.text_until([], output.verbatim)
 
     def _answer(self) -> Steps[None]:
-        source = self._source
+        stream = self._stream
         output = self._output
         format = self._format
         markers = [marker for marker in (format.call[0], format.wrapper[0]) if marker]
@@ -140,7 +140,7 @@ class MessageParser:
         while True:
             if (yield from self._bare_calls()):
                 continue
-            marker = yield from source.text_until(markers, output.content)
+            marker = yield from stream.text_until(markers, output.content)
             if not marker:
                 return
             output.open_block()
@@ -148,81 +148,81 @@ class MessageParser:
 
     def _leading_reasoning(self) -> Steps[None]:
         """Take the reasoning, which stands only before all else: its markers are text where a model writes about them."""
-        source = self._source
+        stream = self._stream
         begin = self._format.reasoning[0]
         if not begin:
             return
-        source.mark()
+        stream.mark()
         self._output.open_block()
-        yield from source.skip_space()
-        is_written = yield from source.skip(begin)  # also where the prompt has it: some models write it once more
+        yield from stream.skip_space()
+        is_written = yield from stream.skip(begin)  # also where the prompt has it: some models write it once more
         if is_written or self._format.is_reasoning_open:
-            source.since_mark()
+            stream.since_mark()
             yield from self._reasoning()
         else:
-            self._output.break_block(source.since_mark())
+            self._output.break_block(stream.since_mark())
 
     def _reasoning(self) -> Steps[None]:
-        yield from self._source.text_until([self._format.reasoning[1]], self._output.reasoning)
+        yield from self._stream.text_until([self._format.reasoning[1]], self._output.reasoning)
         self._output.close_block()
 
     def _wrapped(self, marker: str) -> Steps[None]:
         """Take the calls after the marker that is around all of them, each with its own marker, and the end of it."""
-        source = self._source
+        stream = self._stream
         output = self._output
         begin = self._format.call[0]
         _, end = self._format.wrapper
-        source.mark(len(marker))
-        yield from source.skip_space()
-        if not (yield from source.skip(begin)):
-            output.break_block(source.since_mark())
+        stream.mark(len(marker))
+        yield from stream.skip_space()
+        if not (yield from stream.skip(begin)):
+            output.break_block(stream.since_mark())
             return
-        layout = source.since_mark()
+        layout = stream.since_mark()
         while (yield from self._block(begin, layout)):
-            yield from source.skip_space()
-            if not (yield from source.skip(begin)):
-                yield from source.skip_end(end)
+            yield from stream.skip_space()
+            if not (yield from stream.skip(begin)):
+                yield from stream.skip_end(end)
                 return
             output.open_block()
             layout = begin
 
     def _block(self, marker: str, layout: str = "") -> Steps[bool]:
         """Take the calls after a marker, and return whether there were any. ``layout``: all that was taken, if it is more."""
-        self._source.mark(len(marker))
+        self._stream.mark(len(marker))
         try:
             yield from self._calls(marker)
-            self._source.since_mark()
-            yield from self._source.skip_space()
+            self._stream.since_mark()
+            yield from self._stream.skip_space()
             if self._format.call[1]:
-                yield from self._source.skip_end(self._format.call[1])
+                yield from self._stream.skip_end(self._format.call[1])
             self._output.close_block()
             return True
         except MalformedError:
-            self._output.break_block(layout.removesuffix(marker) + self._source.since_mark())
+            self._output.break_block(layout.removesuffix(marker) + self._stream.since_mark())
             return False
 
     def _calls(self, marker: str) -> Steps[None]:
         format = self._format
         if format.learnt is not None:
-            return take_learnt_calls(self._source, self._output, format.learnt, self._types, marker)
+            return take_learnt_calls(self._stream, self._output, format.learnt, self._types, marker)
         if format.syntax == "braced":
-            return take_braced_calls(self._source, self._output, format.quote)
-        return _TAKERS[format.syntax](self._source, self._output)
+            return take_braced_calls(self._stream, self._output, format.quote)
+        return _TAKERS[format.syntax](self._stream, self._output)
 
     def _sole_calls(self) -> Steps[bool]:
         """Take an answer that is nothing but calls as JSON, whatever the model's own format is. Return whether it is."""
-        source = self._source
+        stream = self._stream
         calls = SoleCalls(self._schemas, self._new_id)
         taken: list[str] = []
-        while calls.is_possible and not source.is_over:
-            if not (text := source.take_all()):
+        while calls.is_possible and not stream.is_over:
+            if not (text := stream.take_all()):
                 yield
                 continue
             taken.append(text)
             calls.push(text)
         found = calls.finish() if calls.is_possible else ()
         if not found:
-            source.put_back("".join(taken))
+            stream.put_back("".join(taken))
             return False
         for call in found:
             self._output.begin_call(call.name)
@@ -233,26 +233,26 @@ class MessageParser:
 
     def _bare_calls(self) -> Steps[bool]:
         """Take calls without a marker, which are possible only at the beginning of content. Return whether there were any."""
-        source = self._source
+        stream = self._stream
         output = self._output
         syntax = self._format.syntax
         openings = {"bare_json": "{[", "python": "[", "generic": "{"}.get(syntax, "")
         is_listed = self._format.has_listed_calls and "{" not in openings
         if not (openings or is_listed) or output.has_content:
             return False
-        source.mark()
+        stream.mark()
         output.open_block()
         is_call = False
         try:
-            if (first := (yield from source.skip_space())) and (first in openings or (is_listed and first == "{")):
-                yield from (_TAKERS[syntax] if first in openings else take_listed_calls)(source, output)
-                source.since_mark()
+            if (first := (yield from stream.skip_space())) and (first in openings or (is_listed and first == "{")):
+                yield from (_TAKERS[syntax] if first in openings else take_listed_calls)(stream, output)
+                stream.since_mark()
                 output.close_block()
                 is_call = True
         except MalformedError:
             pass
         if not is_call:
-            output.break_block(source.since_mark())
+            output.break_block(stream.since_mark())
         return is_call
 
 

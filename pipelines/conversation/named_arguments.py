@@ -9,7 +9,7 @@ from typing import Any
 
 from .json_calls import check_word
 from .parser_output import Output
-from .source import MalformedError, Source, Steps
+from .text_stream import MalformedError, Steps, TextStream
 
 FENCE = "```"
 MAX_DEPTH = 64
@@ -17,24 +17,24 @@ MAX_VALUE_CHARS = 1 << 16
 _PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
-def take_python_calls(source: Source, output: Output) -> Steps[None]:
+def take_python_calls(stream: TextStream, output: Output) -> Steps[None]:
     """Take a list of calls. Their arguments are written one by one, as JSON."""
-    yield from source.skip_space()
-    yield from source.expect("[")
-    yield from source.items("]", lambda: take_python_call(source, output))
+    yield from stream.skip_space()
+    yield from stream.expect("[")
+    yield from stream.items("]", lambda: take_python_call(stream, output))
 
 
-def take_fenced_calls(source: Source, output: Output) -> Steps[None]:
+def take_fenced_calls(stream: TextStream, output: Output) -> Steps[None]:
     """Take a block of Python with one call after the other: ```` ```python ````, calls, ```` ``` ````."""
-    yield from source.skip_space()
-    is_fenced = yield from source.skip(FENCE)
+    yield from stream.skip_space()
+    is_fenced = yield from stream.skip(FENCE)
     if is_fenced:
-        yield from source.skip("python")
+        yield from stream.skip("python")
     while True:
-        yield from source.skip_space()
-        yield from take_python_call(source, output)
-        after = yield from source.skip_space()
-        if is_fenced and (yield from source.skip_end(FENCE)):
+        yield from stream.skip_space()
+        yield from take_python_call(stream, output)
+        after = yield from stream.skip_space()
+        if is_fenced and (yield from stream.skip_end(FENCE)):
             return
         if after in ("", "<") and not is_fenced:
             return
@@ -42,51 +42,51 @@ def take_fenced_calls(source: Source, output: Output) -> Steps[None]:
             raise MalformedError("a block without an end")
 
 
-def take_python_call(source: Source, output: Output) -> Steps[None]:
+def take_python_call(stream: TextStream, output: Output) -> Steps[None]:
     """Take one call: a name, and keyword arguments in parentheses."""
-    name = yield from _take_name(source, "(")
+    name = yield from _take_name(stream, "(")
     output.begin_bare_call(name)
     before = "{"
     seen = set[str]()
-    while (yield from source.skip_space()) != ")":
-        key = yield from _take_name(source, "=")
+    while (yield from stream.skip_space()) != ")":
+        key = yield from _take_name(stream, "=")
         if key in seen:
             raise MalformedError(f"the argument {key!r} comes twice")
         seen.add(key)
-        value = as_json((yield from _take_value(source)))
+        value = as_json((yield from _take_value(stream)))
         output.arguments(f"{before}{json.dumps(key)}: {value}")
         before = ", "
-        if (yield from source.peek()) == ",":
-            source.take()
-    source.take()
+        if (yield from stream.peek()) == ",":
+            stream.take()
+    stream.take()
     output.arguments("}" if seen else "{}")
     output.end_call()
-    source.mark()
+    stream.mark()
 
 
-def _take_name(source: Source, end: str) -> Steps[str]:
+def _take_name(stream: TextStream, end: str) -> Steps[str]:
     """Take a name and the character ``end`` behind it."""
-    name = (yield from source.word(end + "\"'[]{}),")).strip()
+    name = (yield from stream.word(end + "\"'[]{}),")).strip()
     if not all(part.isidentifier() for part in name.split(".")):
         raise MalformedError(f"{name!r} is no name")
-    yield from source.expect(end)
+    yield from stream.expect(end)
     return name
 
 
-def _take_value(source: Source) -> Steps[str]:
+def _take_value(stream: TextStream) -> Steps[str]:
     """Take the text of a value; the comma or bracket after it is not taken."""
     chars: list[str] = []
     closing: list[str] = []
     quote = ""
     while True:
-        char = yield from source.peek()
+        char = yield from stream.peek()
         if not char or len(chars) == MAX_VALUE_CHARS:
             raise MalformedError("a value without an end")
         if quote:
             if char == "\\":
                 chars.append(char)
-                source.take()
-                if not (char := (yield from source.peek())):
+                stream.take()
+                if not (char := (yield from stream.peek())):
                     raise MalformedError("a value without an end")
             elif char == quote:
                 quote = ""
@@ -99,7 +99,7 @@ def _take_value(source: Source) -> Steps[str]:
         elif char in ")]}" and (not closing or closing.pop() != char):
             raise MalformedError(f"{char!r} here")
         chars.append(char)
-        source.take()
+        stream.take()
 
 
 def as_json(text: str) -> str:
@@ -121,69 +121,69 @@ def as_json(text: str) -> str:
         raise MalformedError("a value without a JSON form") from error
 
 
-def take_braced_calls(source: Source, output: Output, quote: str) -> Steps[None]:
+def take_braced_calls(stream: TextStream, output: Output, quote: str) -> Steps[None]:
     """Take ``call:name{…}``, or several of them. ``quote`` is on both sides of strings. Values are written as JSON."""
     while True:
-        yield from source.skip_space()
-        yield from source.expect("call:")
-        name = (yield from source.word("{")).strip()
+        yield from stream.skip_space()
+        yield from stream.expect("call:")
+        name = (yield from stream.word("{")).strip()
         if not name:
             raise MalformedError("a call without a name")
         output.begin_call(name)
-        yield from _take_object(source, output, quote, 0)
+        yield from _take_object(stream, output, quote, 0)
         output.end_call()
-        source.mark()
-        yield from source.skip_space()
-        if not (yield from source.starts_with("call:")):
+        stream.mark()
+        yield from stream.skip_space()
+        if not (yield from stream.starts_with("call:")):
             return
 
 
-def _take_object(source: Source, output: Output, quote: str, depth: int) -> Steps[None]:
+def _take_object(stream: TextStream, output: Output, quote: str, depth: int) -> Steps[None]:
     def take_member() -> Steps[None]:
-        is_quoted = yield from source.starts_with(quote)
-        key = (yield from _take_string(source, quote)) if is_quoted else (yield from source.word(":,{}[]"))
-        yield from source.expect(":")
+        is_quoted = yield from stream.starts_with(quote)
+        key = (yield from _take_string(stream, quote)) if is_quoted else (yield from stream.word(":,{}[]"))
+        yield from stream.expect(":")
         output.arguments(f"{json.dumps(key.strip(), ensure_ascii=False)}: ")
-        yield from _take_braced_value(source, output, quote, depth + 1)
+        yield from _take_braced_value(stream, output, quote, depth + 1)
 
-    yield from _take_items(source, output, "{}", take_member)
+    yield from _take_items(stream, output, "{}", take_member)
 
 
-def _take_items(source: Source, output: Output, brackets: str, take: Callable[[], Steps[None]]) -> Steps[None]:
+def _take_items(stream: TextStream, output: Output, brackets: str, take: Callable[[], Steps[None]]) -> Steps[None]:
     """Take items between brackets with commas between them; there may be none. ``take`` takes one."""
-    yield from source.expect(brackets[0])
+    yield from stream.expect(brackets[0])
     output.arguments(brackets[0])
     before = ""
-    while (yield from source.skip_space()) != brackets[1]:
+    while (yield from stream.skip_space()) != brackets[1]:
         if before:
-            yield from source.expect(",")
+            yield from stream.expect(",")
             output.arguments(before)
-            yield from source.skip_space()
+            yield from stream.skip_space()
         before = ", "
         yield from take()
-    source.take()
+    stream.take()
     output.arguments(brackets[1])
 
 
-def _take_braced_value(source: Source, output: Output, quote: str, depth: int) -> Steps[None]:
+def _take_braced_value(stream: TextStream, output: Output, quote: str, depth: int) -> Steps[None]:
     if depth > MAX_DEPTH:
         raise MalformedError(f"more than {MAX_DEPTH} levels")
-    first = yield from source.skip_space()
-    if (yield from source.starts_with(quote)):
-        output.arguments(json.dumps((yield from _take_string(source, quote)), ensure_ascii=False))
+    first = yield from stream.skip_space()
+    if (yield from stream.starts_with(quote)):
+        output.arguments(json.dumps((yield from _take_string(stream, quote)), ensure_ascii=False))
     elif first == "{":
-        yield from _take_object(source, output, quote, depth)
+        yield from _take_object(stream, output, quote, depth)
     elif first == "[":
-        yield from _take_items(source, output, "[]", lambda: _take_braced_value(source, output, quote, depth + 1))
+        yield from _take_items(stream, output, "[]", lambda: _take_braced_value(stream, output, quote, depth + 1))
     else:
-        word = (yield from source.word(",}]")).strip()
+        word = (yield from stream.word(",}]")).strip()
         check_word(word)
         output.arguments(word)
 
 
-def _take_string(source: Source, quote: str) -> Steps[str]:
-    yield from source.expect(quote)
+def _take_string(stream: TextStream, quote: str) -> Steps[str]:
+    yield from stream.expect(quote)
     pieces: list[str] = []
-    if not (yield from source.text_until([quote], pieces.append)):
+    if not (yield from stream.text_until([quote], pieces.append)):
         raise MalformedError("a string without an end")
     return "".join(pieces)

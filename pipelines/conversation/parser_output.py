@@ -9,7 +9,7 @@ from typing import Literal
 
 from staticllm.events import ArgumentsDelta, CallBegin, CallBroken, CallEnd, ContentDelta, Event, ReasoningDelta, merged
 
-from .source import MalformedError
+from .text_stream import MalformedError
 
 ExpectedCalls = Literal["auto", "none", "required"]
 """Whether an answer may have calls, is read as if it had none, or must be a call, to which a grammar constrains it."""

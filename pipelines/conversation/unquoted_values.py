@@ -19,7 +19,7 @@ from ..grammars.schema_facts import (
 from .json_calls import strict_json, take_json
 from .named_arguments import as_json
 from .parser_output import Output
-from .source import MalformedError, Source, Steps
+from .text_stream import MalformedError, Steps, TextStream
 
 Types = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each parameter, by its name."""
@@ -29,7 +29,7 @@ _STRING = frozenset(["string"])
 
 
 def take_parameter_value(
-    source: Source, output: Output, name: str, schema: Mapping[str, Any], end: str, *, has_line_breaks: bool = False
+    stream: TextStream, output: Output, name: str, schema: Mapping[str, Any], end: str, *, has_line_breaks: bool = False
 ) -> Steps[bool]:
     """Take a value and the tag ``end`` behind it, write it as JSON behind ``name``, and return whether there is a value.
 
@@ -42,18 +42,18 @@ def take_parameter_value(
     value: str | None
     if is_plain(schema) if output.is_constrained else (types == _STRING and _listed(schema) is None):
         output.arguments(f'{name}"')
-        found = yield from source.text_until((end,), lambda text: output.arguments(_escaped(push(text))), False)
+        found = yield from stream.text_until((end,), lambda text: output.arguments(_escaped(push(text))), False)
         value = '"'
-    elif output.is_constrained and (yield from source.skip_space()) in ("{", "[", '"'):
+    elif output.is_constrained and (yield from stream.skip_space()) in ("{", "[", '"'):
         output.arguments(name)
         chars: list[str] = []
-        yield from take_json(source, chars.append)
+        yield from take_json(stream, chars.append)
         value = value_as_json("".join(chars))
-        yield from source.skip_space()
-        found = end if (yield from source.skip(end)) else ""
+        yield from stream.skip_space()
+        found = end if (yield from stream.skip(end)) else ""
     else:
         text = _Collected(output, name)
-        found = yield from source.text_until((end,), lambda piece: text.add(push(piece)))
+        found = yield from stream.text_until((end,), lambda piece: text.add(push(piece)))
         value = typed_json(text.whole, types, schema)
         if value is not None and not text.has_begun:
             output.arguments(name)

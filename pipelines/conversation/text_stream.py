@@ -21,7 +21,7 @@ class MalformedError(Exception):
     """
 
 
-class Source:
+class TextStream:
     """The text so far, and a place in it up to which it was taken."""
 
     def __init__(self) -> None:
