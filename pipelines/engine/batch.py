@@ -156,9 +156,13 @@ class BatchBuilder:
             entries.append(self._entry(states[request], count, True))
         entries = self._quarantine.select(entries, lambda entry: entry.state.id)
         first = entries[0].state
-        entries, variant = self._fitting(entries, preempted)
-        if variant is None:
+        fitting = self._longest_fitting(entries)
+        while fitting is None and (victim := self._preempt_last(first)) is not None:
+            preempted.append(victim)
+            fitting = self._longest_fitting(entries[:1])
+        if fitting is None:
             return Unrunnable(first, tuple(preempted))
+        entries, variant = fitting
         if not self._kv_manager.prefix.is_offloading and self._runner.cache.compact():  # else slots become free soon
             variant = self._runner.variant_for([entry.segment for entry in entries]) or variant
         return self._with_drafts(Batch(tuple(self._to_host(entries)), variant, tuple(preempted)))
@@ -179,7 +183,8 @@ class BatchBuilder:
         if not answers:
             return batch
         drafting = [answer.drafts for answer in answers if answer.drafts is not None]
-        if not sum(drafts.is_due() for drafts in drafting):
+        due = [drafts.count_step() for drafts in drafting]  # a step of each is counted, whichever is due
+        if not any(due):
             self._draft_planner.skip()
             return batch
         num_rows = sum(len(entry.segment.tokens) for entry in batch.entries)
@@ -202,13 +207,11 @@ class BatchBuilder:
         tokens = np.asarray(state.tokens[start : start + count], np.int64)
         return BatchEntry(state, Segment(state.kv.sequence, tokens, state.num_logits(start, len(tokens))), is_prefill)
 
-    def _fitting(self, entries: list[BatchEntry], preempted: list[int]) -> tuple[list[BatchEntry], Variant | None]:
+    def _longest_fitting(self, entries: list[BatchEntry]) -> tuple[list[BatchEntry], Variant] | None:
         """Return the longest head of ``entries`` that has slots and a variant, and the variant; None if not even one can run.
 
-        A plan fits when it is made, but shared slots and prefix hits may leave less room. Then other answers are preempted
-        too, and their ids are added to ``preempted``.
+        A plan fits when it is made, but shared slots and prefix hits may leave less room.
         """
-        first = entries[0].state
         while (variant := self._variant_for(entries)) is None:
             if (fewer := self._with_fewer_logits(entries)) is not None:
                 entries = fewer
@@ -217,13 +220,17 @@ class BatchBuilder:
             elif (shorter := self._shortened(entries[0])) is not None:
                 entries = [shorter]
             else:
-                others = [state for state in self._kv_manager.states.values() if state is not first]
-                victims = [state for state in others if state.kv.sequence is not None]
-                if not victims:
-                    break
-                self._kv_manager.preempt(victims[-1])
-                preempted.append(victims[-1].id)
+                return None
         return entries, variant
+
+    def _preempt_last(self, kept: SequenceState) -> int | None:
+        """Preempt the last answer other than ``kept`` that has slots, and return its id; None if no other has any."""
+        others = [state for state in self._kv_manager.states.values() if state is not kept]
+        victims = [state for state in others if state.kv.sequence is not None]
+        if not victims:
+            return None
+        self._kv_manager.preempt(victims[-1])
+        return victims[-1].id
 
     def _variant_for(self, entries: list[BatchEntry]) -> Variant | None:
         """Return the variant that holds these entries; None if there is none, or not enough free slots."""

@@ -14,7 +14,7 @@ from ..programs.model_runner import StepResult
 from .batch import Batch, BatchEntry, CallContext, CallTimes, call_context, step_record
 from .chooser import Chooser
 from .device_use import Rows, rows_of
-from .inserted_steps import AbandonedCallError, InsertedSteps
+from .inserted_steps import AbandonedCallError, InsertedStepError, InsertedSteps
 from .serving import Serving
 from .state import AnswerState
 
@@ -105,9 +105,9 @@ class CallRunner:
             else:
                 between = self.inserted.between(batch, self._run_inserted) if runner.num_blocks > 1 else None
                 result = runner.run(batch.variant, segments, meanwhile, batch.accept, between)
+        except InsertedStepError as failed:
+            raise failed.error from None
         except Exception as error:
-            if self.inserted.has_failed and not is_inserted:
-                raise  # a bug of ours between two blocks, not an error of this call
             times = CallTimes(start, self._serving.clock() - start, is_inserted=is_inserted)
             context = self._count_call(batch, times.seconds, is_inserted)
             self._unrecorded.append(partial(step_record, batch, times, context))

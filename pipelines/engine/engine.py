@@ -26,9 +26,10 @@ from .hosted_steps import HostedSteps
 from .jobs import JobHost, JobSource
 from .kv_snapshot import load_snapshot, save_snapshot
 from .options import EngineOptions, Switch
-from .own_thread import OwnThread, StepHost
+from .own_thread import OwnThread
 from .request import Decode, EngineRequest, EngineText, OutputQueue
 from .state import PreparedGrammar, RequestState, prepare_grammar, progress_of
+from .step_host import StepHost
 from .steps import EngineSteps
 
 Result = TypeVar("Result")

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
-from staticllm.errors import pipeline_closed
-from staticllm.system.threads import check_process, run_uninterrupted
+from staticllm.system.threads import run_uninterrupted
 
 from ..scheduling.interface import JobView, View
 from .jobs import JobHost, JobSource, job_priority, new_source_id
+from .step_host import OfOneProcess
 from .steps import EngineSteps
 
 
-class HostedSteps:
+class HostedSteps(OfOneProcess):
     """The ``StepHost`` of an engine without a thread: the ``JobSource`` of its steps, each of which is a job of its ``host``.
 
     The host's scheduler decides when a step runs, and the engine's own what is in it: its requests share calls as in any engine.
@@ -24,6 +24,7 @@ class HostedSteps:
     """
 
     def __init__(self, steps: EngineSteps, host: JobHost) -> None:
+        super().__init__()
         self.id = new_source_id()
         self.host = host
         self._steps = steps
@@ -31,19 +32,8 @@ class HostedSteps:
         self._sources: list[JobSource] = []  # of which the jobs were passed on to the host
         self._wake_host: Callable[[], None] = lambda: None
         self._has_joined = False
-        self.is_closing = False
         self._has_ended = False
         self._last_end = float("-inf")  # of a step
-        self._pid = os.getpid()
-
-    @property
-    def is_ours(self) -> bool:
-        """As ``StepHost.is_ours``."""
-        return os.getpid() == self._pid
-
-    def check_process(self) -> None:
-        """As ``StepHost.check_process``."""
-        check_process(self._pid)
 
     @property
     def is_busy(self) -> bool:
@@ -54,8 +44,7 @@ class HostedSteps:
         """As ``StepHost.need``: join the host if necessary, and wake it."""
         self.check_process()
         with self._steps.lock:
-            if self.is_closing:
-                raise pipeline_closed()
+            self.check_open()
             if not self._has_joined:
                 self.host.add_jobs(self)
                 self._has_joined = True
@@ -104,29 +93,30 @@ class HostedSteps:
         It takes its time, whatever ``max_seconds`` says: how long prompts are divided is the affair of this engine's own policy.
         """
         del max_seconds
+        with self._steps.in_use:
+            return None if self._has_ended else self._steps.guarded(self._next_job, None)
+
+    def _next_job(self) -> JobView | None:
         core = self._steps.core
-        with self._steps.in_use, self._steps.guarded():
-            if self._has_ended:
-                return None
-            self._steps.take()
-            core.end_expired()
-            if core.requests:
-                return self._job_of(core.serving.view())
-            core.step()  # without a call: it hands out what is left, and moves cached slots
+        self._steps.take()
+        core.end_expired()
+        if core.requests:
+            return self._job_of(core.serving.view())
+        core.step()  # without a call: it hands out what is left, and moves cached slots
         return None
 
     def run_next(self, meanwhile: Callable[[], None] | None = None) -> int:
         """Make one step, and return the number of rows of its call; 0 if there was none."""
+        with self._steps.in_use:
+            return 0 if self._has_ended else self._steps.guarded(partial(self._run_next, meanwhile), 0)
+
+    def _run_next(self, meanwhile: Callable[[], None] | None) -> int:
         core = self._steps.core
-        with self._steps.in_use, self._steps.guarded():
-            if self._has_ended:
-                return 0
-            core.step(meanwhile)
-            self._last_end = core.clock()
-            with self._steps.lock:
-                self._changed.notify_all()  # ``close`` may wait for the last request
-            return sum(rows.count for rows in core.rows)
-        return 0
+        core.step(meanwhile)
+        self._last_end = core.clock()
+        with self._steps.lock:
+            self._changed.notify_all()  # ``close`` may wait for the last request
+        return sum(rows.count for rows in core.rows)
 
     def close(self, drain: bool = False) -> None:
         """Leave the host: with ``drain`` after all requests and jobs have ended, else at once, and cancel them.

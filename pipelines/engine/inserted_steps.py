@@ -16,23 +16,29 @@ class AbandonedCallError(Exception):
     """A call in flight cannot go on, because all slots were lost between two of its blocks. Its requests run again."""
 
 
+class InsertedStepError(Exception):
+    """A step between two blocks has raised ``error``, which only a bug can do. It is no error of the call in flight."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
 class InsertedSteps:
     """The decode steps between the blocks of calls with prompts. No slot is moved, swapped or evicted for them.
 
-    ``has_failed``: whether a step has raised, which only a bug can do. Runs on the engine's thread.
+    Runs on the engine's thread.
     """
 
     def __init__(self, serving: Serving) -> None:
         self._serving = serving
         self._seconds: dict[int, float] = {}  # device time of the ended calls of prompts that have begun
-        self.has_failed = False
 
     def between(self, batch: Batch, run: Callable[[Batch], None]) -> Between | None:
         """Return what is to be called between two blocks of a batch, and calls ``run``; None if nothing may run there.
 
         Only prompts make way: a decode step would wait for another one as long as it takes itself.
         """
-        self.has_failed = False
         return partial(self._run_due, batch, run) if batch.has_prompts and not batch.checks else None
 
     def count(self, batch: Batch, seconds: float) -> None:
@@ -51,14 +57,15 @@ class InsertedSteps:
 
         Raises:
             AbandonedCallError: the slots of the call in flight were lost.
+            InsertedStepError: the step, or the choice of it, has raised.
         """
-        self.has_failed = True
-        if (inserted := self._due(batch, flight)) is not None:
-            run(inserted)
-            if any(entry.state.kv.sequence is not entry.segment.sequence for entry in batch.entries):
-                self.has_failed = False
-                raise AbandonedCallError
-        self.has_failed = False
+        try:
+            if (inserted := self._due(batch, flight)) is not None:
+                run(inserted)
+        except Exception as error:
+            raise InsertedStepError(error) from error
+        if any(entry.state.kv.sequence is not entry.segment.sequence for entry in batch.entries):
+            raise AbandonedCallError
 
     def _due(self, batch: Batch, flight: CallInFlight) -> Batch | None:
         """Return the step that runs now; None for none."""
@@ -75,9 +82,16 @@ class InsertedSteps:
             (entry.state for entry in batch.entries if entry.is_prefill), key=lambda state: state.started or now
         )
         call = CallView(
-            flight.variant, runner.costs(flight.variant), flight.num_blocks, flight.num_done, flight.num_inserted, steps,
-            prompt.started or now, self._seconds.get(prompt.id, 0.0) + flight.seconds, is_proactive,
-        )  # fmt: skip
+            variant=flight.variant,
+            seconds=runner.costs(flight.variant),
+            num_blocks=flight.num_blocks,
+            num_done=flight.num_done,
+            num_inserted=flight.num_inserted,
+            steps=steps,
+            prompt_start=prompt.started or now,
+            prompt_seconds=self._seconds.get(prompt.id, 0.0) + flight.seconds,
+            is_proactive=is_proactive,
+        )
         plan = self._serving.planner.between_blocks(self._view(batch, running), call)
         return None if plan is None else self._serving.device.batches.inserted(plan)
 

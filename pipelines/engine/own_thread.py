@@ -4,68 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from contextlib import contextmanager
 
 from staticllm.system.threads import run_uninterrupted
 
 from ..costs.probe import Rests
-from .jobs import JobHost, JobSource
+from .jobs import JobSource
 from .step_thread import StepThread
 from .steps import EngineSteps
 
 logger = logging.getLogger(__name__)
-
-
-class StepHost(Protocol):
-    """Whose thread makes an engine's steps. Any thread may call."""
-
-    @property
-    def host(self) -> JobHost | None:
-        """The engine whose jobs the steps are; None for an engine with a thread of its own."""
-        ...
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this is the process that loaded the engine, and not a forked child."""
-        ...
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a request has not ended, or a source that was added here may have a job."""
-        ...
-
-    def check_process(self) -> None:
-        """As ``EngineClient.check_process``."""
-        ...
-
-    def need(self) -> None:
-        """Have a step made soon. The caller may hold the lock of the steps.
-
-        Raises:
-            ClosedError: the engine was closed, or belongs to another process.
-        """
-        ...
-
-    def add_jobs(self, source: JobSource) -> None:
-        """As ``JobHost.add_jobs``."""
-        ...
-
-    def remove_jobs(self, source: JobSource) -> None:
-        """As ``JobHost.remove_jobs``."""
-        ...
-
-    def detach_jobs(self, source: JobSource) -> None:
-        """As ``JobHost.detach_jobs``."""
-        ...
-
-    def costs_awaited(self) -> AbstractContextManager[None]:
-        """Measure costs in a block whatever else runs, because somebody waits for them."""
-        ...
-
-    def close(self, drain: bool) -> None:
-        """Make no more steps, and end what is left: with ``drain`` after all requests and jobs have ended, else at once."""
-        ...
 
 
 class OwnThread(StepThread):

@@ -98,12 +98,16 @@ class Serving:
         runner = self.device.runner
         manager = self.device.kv_manager
         manager.count_own_slots()
-        high_slot = runner.cache.slots.high_slot
-        leaving_slots = manager.prefix.leaving_slots
         device = Device(
-            runner.index, runner.costs, high_slot, runner.is_complete, manager.swap_seconds, leaving_slots, runner.num_blocks,
-            runner.costs.overrun,
-        )  # fmt: skip
+            index=runner.index,
+            seconds=runner.costs,
+            high_slot=runner.cache.slots.high_slot,
+            is_complete=runner.is_complete,
+            swap_seconds=manager.swap_seconds,
+            leaving_slots=manager.prefix.leaving_slots,
+            num_blocks=runner.num_blocks,
+            overrun=runner.costs.overrun,
+        )
         view = self.device.table.view(self.clock(), manager.free_slots, manager.host_pool.free_slots, device)
         jobs = self.jobs.views(self.planner.longest_job(view)) if self.jobs.has_jobs else ()
         return replace(view, jobs=jobs, idle=manager.idle.views) if jobs or len(manager.idle) else view

@@ -112,9 +112,19 @@ class AnswerState(SequenceState):
         self.token_times.append(now)
         tally = self._tally
         output = TokenOutput(
-            choice.token, choice.logprob, now, tally.sampling_seconds, self.index, tally.device_seconds, self.kv.num_cached,
-            tally.num_drafted, tally.num_accepted, tally.draft_seconds, tally.own_seconds, self.kv.num_recomputed,
-        )  # fmt: skip
+            id=choice.token,
+            logprob=choice.logprob,
+            time=now,
+            sampling_seconds=tally.sampling_seconds,
+            index=self.index,
+            device_seconds=tally.device_seconds,
+            num_cached=self.kv.num_cached,
+            num_drafted=tally.num_drafted,
+            num_accepted=tally.num_accepted,
+            draft_seconds=tally.draft_seconds,
+            own_seconds=tally.own_seconds,
+            num_recomputed=self.kv.num_recomputed,
+        )
         self._new_tokens.append(output)
         self._tally = Tally()
         return reason
@@ -164,9 +174,16 @@ class AnswerState(SequenceState):
         """Return the record of the answer, which ends now. Only the first answer counts the prompt."""
         num_prompt = 0 if self.index else len(self.request.prompt)
         return RequestRecord(
-            self.id, self.request.arrival, self.started, tuple(self.token_times), num_prompt, self.kv.num_cached, reason,
-            self.clock(), self.info.is_proactive,
-        )  # fmt: skip
+            id=self.id,
+            arrival=self.request.arrival,
+            started=self.started,
+            token_times=tuple(self.token_times),
+            num_prompt=num_prompt,
+            num_cached=self.kv.num_cached,
+            reason=reason,
+            ended=self.clock(),
+            is_proactive=self.info.is_proactive,
+        )
 
     def progress(self) -> RequestProgress:
         """Return how far the answer is. Any thread may call."""
@@ -174,10 +191,18 @@ class AnswerState(SequenceState):
         info = self.info
         is_search = request.beams is not None and self.started is not None  # its beams are sequences of their own
         return RequestProgress(
-            self.id, "running" if is_search else info.status.value, request.arrival, self.started,
-            self.token_times[0] if self.token_times else None, len(request.prompt), self.kv.num_cached, info.num_computed,
-            self.num_generated, request.max_new_tokens, info.priority,
-        )  # fmt: skip
+            id=self.id,
+            status="running" if is_search else info.status.value,
+            arrival=request.arrival,
+            started=self.started,
+            first_token=self.token_times[0] if self.token_times else None,
+            num_prompt=len(request.prompt),
+            num_cached=self.kv.num_cached,
+            num_computed=info.num_computed,
+            num_generated=self.num_generated,
+            max_new_tokens=request.max_new_tokens,
+            priority=info.priority,
+        )
 
 
 class RequestState(ActiveRequest):

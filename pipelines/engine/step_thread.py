@@ -2,43 +2,29 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from abc import ABC, abstractmethod
 
-from staticllm.errors import pipeline_closed
-from staticllm.system.threads import LazyThread, check_process
+from staticllm.system.threads import LazyThread
+
+from .step_host import OfOneProcess
 
 
-class StepThread(ABC):
+class StepThread(OfOneProcess, ABC):
     """Runs ``_run`` on a thread that begins with the first ``need`` and ends, after ``end``, once ``_run`` has returned.
 
     ``lock`` guards what ``_run`` waits for, and ``wake``, its condition, is notified of news; ``is_closing`` is among them.
     """
 
     def __init__(self, name: str, lock: threading.RLock | None = None) -> None:
+        super().__init__()
         self.lock = threading.RLock() if lock is None else lock
         self.wake = threading.Condition(self.lock)
-        self.is_closing = False
         self.thread = LazyThread(name)
-        self._pid = os.getpid()
 
     @abstractmethod
     def _run(self) -> None:
         """Work until ``is_closing`` is true, and then end what is left."""
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this is the process that the thread and the lock belong to, and not a forked child."""
-        return os.getpid() == self._pid
-
-    def check_process(self) -> None:
-        """Check that this is the process that the thread belongs to.
-
-        Raises:
-            ClosedError: it is a forked child.
-        """
-        check_process(self._pid)
 
     def need(self) -> None:
         """Start the thread if necessary, and wake it.
@@ -48,8 +34,7 @@ class StepThread(ABC):
         """
         self.check_process()
         with self.lock:
-            if self.is_closing:
-                raise pipeline_closed()
+            self.check_open()
             self.thread.start(self._run)
             self.wake.notify_all()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import NoReturn, TypeVar
 
@@ -120,22 +120,27 @@ class EngineSteps:
 
     def step(self) -> None:
         """Take what was handed in, and let the core make one step in its turn on the device."""
-        with self.guarded():
-            self.take()
-            with self._turn():
-                self.core.step()
+        self.guarded(self._step, None)
 
-    @contextmanager
-    def guarded(self) -> Iterator[None]:
-        """Own the device in a block, and end every request after an error in it, or its reader would wait forever."""
+    def _step(self) -> None:
+        self.take()
+        with self._turn():
+            self.core.step()
+
+    def guarded(self, function: Callable[[], Result], otherwise: Result) -> Result:
+        """Return what ``function`` returns while this thread owns the device.
+
+        If it raises, end every request, whose reader would wait forever, and return ``otherwise``.
+        """
         try:
             with owned_device():
-                yield
+                return function()
         except BaseException as error:  # a bug of ours
             try:
                 self.core.end_all(FinishReason.ERROR, as_ours(error))
             except Exception:
                 self.core.drop_all(as_ours(error))
+            return otherwise
 
     def take(self) -> None:
         """Pass requests to the core, and run callbacks. Before a switch, requests stay in the inbox and may end there."""

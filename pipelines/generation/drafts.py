@@ -204,7 +204,7 @@ class AnswerDrafts:
         """The most tokens of a draft."""
         return self.params.max_tokens or MAX_DRAFT
 
-    def is_due(self) -> bool:
+    def count_step(self) -> bool:
         """Count a step of the answer, and return whether it should be asked for a draft: not while drafts pause."""
         if self._num_paused < self._pause and all(drafter.can_pause for drafter in self.drafters):
             self._num_paused += 1

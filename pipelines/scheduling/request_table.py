@@ -60,9 +60,19 @@ class RequestInfo:
         """The request as a policy receives it; the same object until the request changes."""
         if self._view is None:
             self._view = RequestView(
-                self.id, self.status, self.arrival, self.num_tokens, self.num_computed, self.own_slots,
-                self.num_generated, self.last_token_time, self.priority, self.deadline, self.in_arena, self.is_client_driven,
-            )  # fmt: skip
+                id=self.id,
+                status=self.status,
+                arrival=self.arrival,
+                num_tokens=self.num_tokens,
+                num_computed=self.num_computed,
+                own_slots=self.own_slots,
+                num_generated=self.num_generated,
+                last_token_time=self.last_token_time,
+                priority=self.priority,
+                deadline=self.deadline,
+                in_arena=self.in_arena,
+                is_client_driven=self.is_client_driven,
+            )
         return self._view
 
     @property
@@ -261,18 +271,18 @@ class RequestTable:
         for info in self._infos.values():
             groups[info.status].append(info.view)
         return View(
-            now,
-            tuple(groups[WAITING]),
-            tuple(groups[PREFILLING]),
-            tuple(groups[RUNNING]),
-            tuple(groups[SWAPPED]),
-            self.limits.max_num_seqs,
-            free_slots,
-            free_host_slots,
-            device,
-            self.limits.ttft_ms,
-            self.limits.tpot_ms,
-            self.limits.gap_ms,
+            now=now,
+            waiting=tuple(groups[WAITING]),
+            prefilling=tuple(groups[PREFILLING]),
+            running=tuple(groups[RUNNING]),
+            swapped=tuple(groups[SWAPPED]),
+            max_num_seqs=self.limits.max_num_seqs,
+            free_slots=free_slots,
+            free_host_slots=free_host_slots,
+            device=device,
+            ttft_ms=self.limits.ttft_ms,
+            tpot_ms=self.limits.tpot_ms,
+            gap_ms=self.limits.gap_ms,
             token_bound=self.limits.token_bound,
         )
 

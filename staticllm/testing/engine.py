@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from staticllm.core import MaskKind, Variant
-from staticllm.errors import pipeline_closed
 from staticllm.pipelines.engine.engine import Engine
 from staticllm.pipelines.engine.options import EngineOptions
 from staticllm.pipelines.engine.own_thread import OwnThread
@@ -80,8 +79,7 @@ class _CallersThread(OwnThread):
 
     def need(self) -> None:
         """Start nothing."""
-        if self.is_closing:
-            raise pipeline_closed()
+        self.check_open()
         self._steps.has_news = True
 
     def close(self, drain: bool) -> None:

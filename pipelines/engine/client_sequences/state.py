@@ -239,9 +239,15 @@ class ClientState(SequenceState):
     def record(self, reason: FinishReason) -> RequestRecord:
         """Return the record of the sequence, which ends now. Its prompt is the first feed."""
         return RequestRecord(
-            self.id, self._first_sent_at, self.started, tuple(self.token_times), self._num_prompt, self.kv.num_cached, reason,
-            self.clock(),
-        )  # fmt: skip
+            id=self.id,
+            arrival=self._first_sent_at,
+            started=self.started,
+            token_times=tuple(self.token_times),
+            num_prompt=self._num_prompt,
+            num_cached=self.kv.num_cached,
+            reason=reason,
+            ended=self.clock(),
+        )
 
     def _finished(self, logits: Logits | None, error: Exception | None = None, is_finite: bool = True) -> FeedResult:
         assert self._order is not None, "no feed"
