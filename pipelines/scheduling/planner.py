@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import warnings
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from itertools import islice
 
@@ -48,6 +48,15 @@ def make_policy(scheduler: object) -> Policy:
     return scheduler  # type: ignore[return-value]
 
 
+@dataclass(frozen=True)
+class _Duties:
+    """What a policy decides itself: which jobs run, both classes of requests, and the steps between blocks. ``fcfs``: nothing."""
+
+    plans_jobs: bool = False
+    plans_classes: bool = False
+    decides_between: bool = False
+
+
 class Planner:
     """Returns a legal plan for every view, even if the policy fails.
 
@@ -61,12 +70,11 @@ class Planner:
         self._batch_wait = BatchWait() if waits_for_idle else None
         self._wait_start: float | None = None  # of the waits before the next call
         self._is_shipped = type(policy) in POLICIES.values()
-        self._plans_jobs = _declared(policy, "plans_jobs")
-        self._decides_between = _decides_between_blocks(policy)
+        self._own_duties = _duties_of(policy)
+        self._duties = self._own_duties  # of ``policy``
         self._thread = None if self._is_shipped else _PolicyThread(policy)
         self._retry_after: VariantIndex | None = None  # the programs for which a replaced policy had no legal plan
         self._has_warned = False
-        self._plans_classes = _declared(policy, "plans_classes")
         activity = ChatActivity()
         self._jobs = JobScheduler(activity)
         self._proactive = ProactiveRequests(activity)
@@ -87,36 +95,45 @@ class Planner:
             NoPlanError: no request can run at all; the error has the id of the first one.
         """
         self._restore_policy(view)
-        plans_jobs = self._plans_jobs and self.policy is self._own
         self._last = Plan()
-        if not plans_jobs and (moment := self._jobs.hold_until(view)) is not None:
+        duties = self._duties
+        if (first := self._before_policy(view, duties)) is not None:
+            return first
+        try:
+            return self._planned(view, duties)
+        except Exception as error:
+            self._fail(view, _reason(error), isinstance(error, _StallError))
+        return _fallback(view if duties.plans_jobs else replace(view, jobs=()))
+
+    def _before_policy(self, view: View, duties: _Duties) -> Plan | None:
+        """Return what goes before any plan of the policy, unless that is the policy's own affair; None for nothing.
+
+        In this order: jobs wait for a prompt that is expected at once; proactive requests get their least share; a job
+        runs; the device waits for idle requests that share the next step.
+        """
+        if not duties.plans_jobs and (moment := self._jobs.hold_until(view)) is not None:
             return Plan(wait_until=moment)
         if self._has_others_first(view) and (due := self._proactive.due(view)) is not None:
             return due
-        if not plans_jobs and (job := self._jobs.choose(self._view_for_jobs(view))) is not None:
+        if not duties.plans_jobs and (job := self._jobs.choose(self._view_for_jobs(view))) is not None:
             self._proactive.note_job(job, view)
             return Plan(job=job.id)
         if self._is_shipped and self._batch_wait is not None and (moment := self._batch_wait.until(view)) is not None:
             return Plan(wait_until=moment)
-        try:
-            return self._planned(view, plans_jobs)
-        except Exception as error:
-            self._fail(view, _reason(error), isinstance(error, _StallError))
-        return _fallback(view if plans_jobs else replace(view, jobs=()))
+        return None
 
-    def _planned(self, view: View, plans_jobs: bool) -> Plan:
+    def _planned(self, view: View, duties: _Duties) -> Plan:
         """Return the plan of the policy, with proactive requests beside the reactive ones.
 
         Raises:
             IllegalPlanError: the policy's plan breaks a rule.
             Exception: the policy raised it.
         """
-        plans_classes = self._plans_classes and self.policy is self._own
-        has_both = not plans_classes and view.has_both_classes
+        has_both = not duties.plans_classes and view.has_both_classes
         seen = reactive_view(view) if has_both else view
-        seen = seen if plans_jobs else self._jobs.view_for_policy(seen)
+        seen = seen if duties.plans_jobs else self._jobs.view_for_policy(seen)
         plan = self._checked(self._asked(seen), seen)
-        if plan.job is not None or plan.wait_until is not None or plans_classes:
+        if plan.job is not None or plan.wait_until is not None or duties.plans_classes:
             return plan
         if has_both:
             return self._proactive.filled(plan, view)
@@ -138,7 +155,7 @@ class Planner:
         return None
 
     def _asked_between(self, view: View, call: CallView) -> object:
-        if not (self._decides_between and self.policy is self._own):
+        if not self._duties.decides_between:
             return due_step(view, call)
         if self._thread:
             return self._thread.between_blocks(view, call)
@@ -150,9 +167,9 @@ class Planner:
 
     def _has_others_first(self, view: View) -> bool:
         """Return whether reactive requests or jobs go before proactive requests, and the policy leaves that to the planner."""
-        if self._plans_classes and self.policy is self._own:
+        if self._duties.plans_classes:
             return False
-        has_jobs = bool(view.jobs) and not (self._plans_jobs and self.policy is self._own)
+        has_jobs = bool(view.jobs) and not self._duties.plans_jobs
         return view.has_both_classes or (has_jobs and any(request.is_proactive for request in view.requests))
 
     def _view_for_jobs(self, view: View) -> View:
@@ -161,7 +178,7 @@ class Planner:
         Those that are running stay if reactive ones are, because they have rows in the same decode steps.
         """
         has_proactive = any(request.is_proactive for request in view.requests)
-        if not has_proactive or (self._plans_classes and self.policy is self._own):
+        if not has_proactive or self._duties.plans_classes:
             return view
         reactive = reactive_view(view)
         return replace(reactive, running=view.running) if reactive.running else reactive
@@ -217,11 +234,13 @@ class Planner:
         if not self._is_shipped:
             self.close()
             self.policy = Fcfs()
+            self._duties = _Duties()
 
     def _restore_policy(self, view: View) -> None:
         if self._retry_after is not None and view.device.index is not self._retry_after:
             self._retry_after = None
             self.policy = self._own
+            self._duties = self._own_duties
             self._thread = _PolicyThread(self._own)
 
 
@@ -272,6 +291,11 @@ def _seconds(view: View, num_requests: int) -> float:
     """Return the duration of a decode step, in seconds; infinite if no call can hold it."""
     variant = view.device.call(num_requests, num_requests)
     return float("inf") if variant is None else view.device.seconds(variant)
+
+
+def _duties_of(policy: Policy) -> _Duties:
+    """Return what the policy says it decides. Raises ``ConfigError``."""
+    return _Duties(_declared(policy, "plans_jobs"), _declared(policy, "plans_classes"), _decides_between_blocks(policy))
 
 
 def _declared(policy: Policy, name: str) -> bool:
