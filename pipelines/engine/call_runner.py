@@ -16,7 +16,6 @@ from .chooser import Chooser
 from .device_use import Rows, rows_of
 from .inserted_steps import AbandonedCallError, InsertedStepError, InsertedSteps
 from .serving import Serving
-from .state import AnswerState
 
 
 class CallRunner:
@@ -47,20 +46,8 @@ class CallRunner:
         result = self._run(batch)
         if result is not None:
             self._take_results(batch, result, planning)
-            self._hand_over_first()
-
-    def _hand_over_first(self) -> None:
-        """Post the first tokens of answers before the next call: while it runs, the device's threads keep readers from the cores.
-
-        Other tokens, and the record of the call, wait for it: the device is idle until then.
-        """
-        first = [
-            state for state in self._serving.unposted if isinstance(state, AnswerState) and state.num_generated == 1
-        ]
-        for state in first:
-            state.post()
-        if first:
-            time.sleep(0)  # lets a reader take the interpreter's lock
+            if self._serving.outbox.post_first():
+                time.sleep(0)  # lets a reader take the interpreter's lock
 
     def _run_inserted(self, batch: Batch) -> None:
         """Run a decode step between two blocks of the call in flight, and post its tokens at once: the next call is far away."""
@@ -77,7 +64,7 @@ class CallRunner:
             self._chooser.take(entry, segment, result)
         host = HostTimes(planning, result.prepare_seconds, result.commit_seconds, self._serving.clock() - chosen)
         self._serving.device.batches.observe(batch, host, result.device_seconds)
-        self._serving.unposted += [entry.state for entry in batch.entries]
+        self._serving.outbox.add(entry.state for entry in batch.entries)
         times = CallTimes(result.start, result.device_seconds, result.paused_seconds, result.num_inserted, is_inserted)
         self._unrecorded.append(partial(step_record, batch, times, context, host))
 
@@ -140,10 +127,8 @@ class CallRunner:
         """Hand the chosen tokens to their readers, and the last call to the profiler."""
         for record in self._unrecorded:
             self._serving.profiler.record(record())
-        for state in self._serving.unposted:
-            state.post()
         self._unrecorded.clear()
-        self._serving.unposted.clear()
+        self._serving.outbox.post()
 
     def _count_call(self, batch: Batch, seconds: float, is_inserted: bool = False) -> CallContext:
         """Add a call to the times of its requests, and return what else was in the engine."""

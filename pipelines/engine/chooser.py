@@ -66,7 +66,7 @@ class Chooser:
             siblings = self._request_of(state).fork()
             for sibling in siblings:
                 self._serving.device.kv_manager.fork(state, sibling)
-        self._serving.unposted += siblings
+        self._serving.outbox.add(siblings)
         for each in (state, *siblings):
             self._choose(each, logits, argmax)
 

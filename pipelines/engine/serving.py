@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from staticllm.core import Clock, FinishReason
@@ -61,6 +62,34 @@ def device_state(
     return DeviceState(runner, options, table, manager, quarantine, planner, batches)
 
 
+class Outbox:
+    """The sequences for which tokens were chosen that their readers do not have yet.
+
+    They wait for the next call: the device idles until it has begun, and its threads keep readers from the cores once it runs. So
+    first tokens, for which somebody waits, are handed over before it, the others while it runs.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[SequenceState] = []
+
+    def add(self, states: Iterable[SequenceState]) -> None:
+        """Add sequences with new tokens."""
+        self._states += states
+
+    def post_first(self) -> bool:
+        """Hand over the first tokens of answers; return whether there were any."""
+        first = [state for state in self._states if isinstance(state, AnswerState) and state.num_generated == 1]
+        for state in first:
+            state.post()
+        return bool(first)
+
+    def post(self) -> None:
+        """Hand over all tokens."""
+        for state in self._states:
+            state.post()
+        self._states.clear()
+
+
 class Serving:
     """The requests of one device, and what serves them. One thread at a time.
 
@@ -70,7 +99,7 @@ class Serving:
         jobs: The calls of other models.
         device: What belongs to one runner; only ``install`` replaces it.
         preempted: The ids of the requests that lost their slots since the last call.
-        unposted: The sequences for which tokens were chosen that are not posted yet.
+        outbox: The tokens that readers do not have yet.
     """
 
     def __init__(self, runner: ModelRunner, policy: Policy, options: EngineOptions, clock: Clock) -> None:
@@ -81,7 +110,7 @@ class Serving:
         self.device = device_state(runner, options, clock)
         self.planner = Planner(policy, options.waits_for_batch)
         self.preempted: list[int] = []
-        self.unposted: list[SequenceState] = []
+        self.outbox = Outbox()
 
     def install(self, runner: ModelRunner, options: EngineOptions) -> None:
         """Install a runner, with an empty request table and an empty KV cache. No request may be left."""
