@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from functools import partial, wraps
+from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, TypeVar, cast, get_args
 
@@ -207,24 +207,6 @@ def _default(item: Field[Any]) -> Any:
     return {} if item.default is MISSING else item.default
 
 
-def _parsed(cls: type[T]) -> type[T]:
-    """Let the constructor of a dataclass of rows parse each value that it is given, before anything is constructed."""
-    construct = cls.__init__
-    rows = {item.name: item for item in fields(cls)}  # type: ignore[arg-type]
-
-    def parse(name: str, value: Any) -> Any:
-        is_plain = name not in rows or (value is None and rows[name].default is None)
-        return value if is_plain else rows[name].metadata["parser"](name.upper(), value)
-
-    @wraps(construct)
-    def init(self: T, **given: Any) -> None:
-        construct(self, **{name: parse(name, value) for name, value in given.items()})
-
-    cls.__init__ = init  # type: ignore[assignment]
-    return cls
-
-
-@_parsed
 @dataclass(frozen=True, kw_only=True)
 class StaticLLMConfig:
     """How a model is laid out on a device and served. Lengths are in tokens.
@@ -330,11 +312,15 @@ class StaticLLMConfig:
     sources: SourceSpec | None = _row(None, _source_spec, repr=False)
 
     def __post_init__(self) -> None:
-        """Check values against each other; each by itself was parsed before.
+        """Parse each value, then check values against each other.
 
         Raises:
-            ConfigError: two values contradict each other.
+            ConfigError: a value is impossible, or two contradict each other.
         """
+        for row in fields(self):
+            value = getattr(self, row.name)
+            if value is not None or row.default is not None:
+                object.__setattr__(self, row.name, row.metadata["parser"](row.name.upper(), value))
         longest = self.max_seq_len
         if self.kv_slots is not None and self.kv_slots < longest:
             raise ConfigError(
