@@ -122,7 +122,8 @@ class OwnThread(StepThread):
     def _measure_next(self) -> None:
         """Measure one cost, unless others use the device. A rest follows, if one is due and nobody waits for the costs."""
         self._has_rested = False
-        core, use = self._steps.core, self._steps.device_use
+        core = self._steps.core
+        use = self._steps.device_use
         try:
             with use.measure():
                 must_rest = self.rests.measure(
