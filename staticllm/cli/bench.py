@@ -10,13 +10,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
-from click.core import ParameterSource
 
 from staticllm.cli.grouped_command import GroupedCommand
 from staticllm.cli.options import (
@@ -35,14 +33,11 @@ from staticllm.cli.options import (
 )
 from staticllm.cli.progress import Progress, progress
 from staticllm.config import StaticLLMConfig
-from staticllm.errors import ModelError, last_line
-from staticllm.sources.model_at import check_model_dir
 from staticllm.system.files import read_regular
 from staticllm.system.table import markdown
 
 if TYPE_CHECKING:
-    from staticllm.pipelines.diagnostics.genai_calls import GenaiCalls
-    from staticllm.pipelines.diagnostics.reports import CallProfile, ChosenSettings, Divergence
+    from staticllm.pipelines.diagnostics.reports import ChosenSettings, Divergence
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
     from staticllm.pipelines.programs.bind import BoundPrograms
 
@@ -52,10 +47,7 @@ CHART_WIDTH = 40
 IDLE_SECONDS = 120.0
 MOST_SHARED = 3
 """Programs at most where variants share them: one per phase, and one for single rows."""
-PROFILED_PROMPTS = (128, 512, 1000)
 MOST_TEXT_BYTES = 1 << 20
-WHERE = {"n_prompt": (128, 512), "n_gen": (32,), "n_depth": (128,), "n_turn": (0,)}
-"""What ``--where`` measures, unless options say otherwise."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +55,7 @@ class Test:
     """One test with ``clients`` concurrent requests, each with ``prompt`` prompt tokens and ``new`` generated tokens.
 
     ``pp512`` is a prompt of 512 tokens; ``tg128`` generates 128 tokens after a short prompt, ``tg128 @ d512`` after 512 tokens;
-    ``c8`` runs eight requests with 64 prompt and 64 new tokens. ``flag`` is the command-line option of the test. A turn is a
-    prompt after ``past`` other tokens and their answer.
+    ``c8`` runs eight requests with 64 prompt and 64 new tokens. ``flag`` is the command-line option of the test.
     """
 
     name: str
@@ -72,12 +63,6 @@ class Test:
     prompt: int
     new: int
     clients: int = 1
-    past: int = 0
-
-    @property
-    def length(self) -> int:
-        """Tokens of the prompt, of a turn with those before it."""
-        return self.past + 1 + self.prompt if self.past else self.prompt
 
 
 @dataclass(frozen=True)
@@ -134,7 +119,7 @@ class Counts(click.ParamType):  # type: ignore[type-arg]  # click 8.1 has none
 
 
 @contextmanager
-def _loaded(model: str, options: dict[str, Any], shown: Progress, **properties: Any) -> Iterator[StaticLLMPipeline]:
+def loaded(model: str, options: dict[str, Any], shown: Progress, **properties: Any) -> Iterator[StaticLLMPipeline]:
     """Load a pipeline with the properties of the options, and others that these win over; all of its programs are there."""
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 
@@ -146,7 +131,7 @@ def _loaded(model: str, options: dict[str, Any], shown: Progress, **properties: 
 
 def report_costs(model: str, options: dict[str, Any]) -> Report:
     """Load a model, let its engine rest until it has measured costs, and compare planned with timed costs."""
-    with progress("loading") as shown, _loaded(model, options, shown) as pipe:
+    with progress("loading") as shown, loaded(model, options, shown) as pipe:
         from staticllm.pipelines.diagnostics.costs import compare_costs, wait_for_costs
 
         num_kept = len(pipe.engine.runner.costs.adopted)
@@ -232,36 +217,12 @@ def read_text(path: str) -> str:
         ) from None
 
 
-def report_nodes(model: str, options: dict[str, Any]) -> Report:
-    """Divide the time of a decode step and of prompts among the kinds of nodes."""
-    with progress("lowering the model") as shown:
-        from staticllm.pipelines.diagnostics.node_profile import decode_step, profile_calls, prompt_of
-
-        calls = [decode_step, *(prompt_of(count) for count in PROFILED_PROMPTS)]
-        config = read_config(options)
-        found = list(
-            profile_calls(model, options["device"], config, calls, lambda *done: shown.show("profiling calls", *done))
-        )
-    return Report([asdict(each) for each in found], "\n\n".join(map(_nodes_text, found)).splitlines())
-
-
-def _nodes_text(profile: CallProfile) -> str:
-    rows = [
-        [each.kind, str(each.count), f"{each.ms:.2f}", f"{each.share:.1%}", ", ".join(each.types)]
-        for each in profile.nodes
-    ]
-    total = ["all", str(sum(each.count for each in profile.nodes)), f"{profile.ms:.2f}", "", ""]
-    return "\n".join(
-        markdown([f"{profile.variant}, {profile.settings}", "nodes", "ms", "share", "types"], [*rows, total])
-    )
-
-
 def report_calibration(model: str, options: dict[str, Any]) -> Report:
     """Load a model for the settings of its programs, and time the settings among which the calibration chooses."""
     with progress("loading") as shown:
         from staticllm.pipelines.diagnostics.settings import probe_times
 
-        with _loaded(model, options, shown) as pipe:
+        with loaded(model, options, shown) as pipe:
             chosen = _settings_of(pipe)
         shown.show("timing settings")
         times = list(probe_times(model, options["device"], read_config(options)))
@@ -296,88 +257,10 @@ def _calls(chosen: ChosenSettings) -> str:
     return f"{' and '.join(names[phase] for phase in chosen.phases)} of {rows}"
 
 
-def report_where(model: str, options: dict[str, Any]) -> Report:
-    """Divide the time of prompts and of decode steps: nodes, the rest of calls, host; beside GenAI's, if that loads the model."""
-    tests = _where_tests(options)
-    properties = _checked_properties(options, tests)
-    new_tokens = dict[tuple[int, int], int]()
-    for test in tests:
-        new_tokens[test.past, test.prompt] = max(test.new, new_tokens.get((test.past, test.prompt), 0))
-    with progress("loading") as shown, _loaded(model, options, shown, **properties) as pipe:
-        from staticllm.pipelines.diagnostics.static_calls import StaticCalls
-        from staticllm.pipelines.diagnostics.time_parts import Divisible, divide, parts_tables
-
-        ours = StaticCalls(pipe, model, IDLE_SECONDS, lambda *done: shown.show("measuring costs while idle", *done))
-        theirs, reason = _genai_calls(model, pipe)
-        pipelines: list[Divisible] = [ours, *theirs]
-        parts = [
-            each
-            for (past, count), new in sorted(new_tokens.items())
-            for each in divide(
-                pipelines,
-                count,
-                new,
-                options["repetitions"],
-                partial(shown.show, f"measuring {'turns' if past else 'prompts'} of {count} tokens"),
-                past,
-            )
-        ]
-    wanted = {(test.past, test.prompt, test.new > 1) for test in tests}
-    parts = [each for each in parts if (each.past_len, each.prompt_len, each.phase == "decode") in wanted]
-    values = {"parts": [each.as_dict() for each in parts], "without_genai": reason}
-    return Report(values, [*parts_tables(parts), *([f"GenAI is not shown: {reason}"] if reason else [])])
-
-
-def _genai_calls(model: str, pipe: StaticLLMPipeline) -> tuple[list[GenaiCalls], str]:
-    """Return GenAI's pipeline on the same model with the same properties of the device, or nothing and why."""
-    from staticllm.pipelines.diagnostics.genai_calls import DEVICE, GenaiCalls
-
-    if pipe.device != DEVICE:
-        return [], f"it is compared on {DEVICE} only, this is {pipe.device}"
-    kv_type = pipe.config.kv_cache_precision
-    properties = {**pipe.config.device_properties, **({} if kv_type is None else {"KV_CACHE_PRECISION": kv_type})}
-    try:
-        return [GenaiCalls(check_model_dir(model), properties)], ""
-    except (RuntimeError, ModelError) as error:
-        return [], last_line(error)
-
-
-def _where_tests(options: dict[str, Any]) -> list[Test]:
-    """Return the prompts and the depths of decode steps that are asked for, or the usual ones; or the turns."""
-    source = click.get_current_context().get_parameter_source
-    given = {name: options[name] for name in WHERE if source(name) is not ParameterSource.DEFAULT}
-    chosen = {**WHERE, **given}
-    for name in ("clients", "profile"):
-        if source(name) is not ParameterSource.DEFAULT:
-            raise click.UsageError(f"--where divides single requests: leave --{name} out")
-    if any(chosen["n_turn"]):
-        if any(any(given.get(name, ())) for name in ("n_prompt", "n_gen")):
-            raise click.UsageError(
-                "--n-turn caches prefixes, and without it nothing does: leave --n-prompt and -n out, or measure them apart"
-            )
-        chosen |= {"n_prompt": (), "n_gen": ()}
-    if len(chosen["n_gen"]) > 1:
-        raise click.UsageError("--where takes one number of decode steps: give -n one")
-    tests = _tests({**chosen, "clients": ()})
-    depths = chosen["n_depth"]
-    turns = [count for count in chosen["n_turn"] if count]
-    if turns and not all(depths):
-        raise click.UsageError("--n-turn follows the tokens of -d: give -d a number above 0")
-    tests += [
-        Test(f"turn{count} @ d{depth}", "--n-turn", count, 1, past=depth) for depth, count in product(depths, turns)
-    ]
-    if not tests:
-        raise click.UsageError("nothing to measure: give --n-prompt, -n or --n-turn a number above 0")
-    return tests
-
-
-REPORTS = {
-    "costs": report_costs, "calibration": report_calibration, "divergence": report_divergence, "nodes": report_nodes,
-    "where": report_where,
-}  # fmt: skip
+REPORTS = {"costs": report_costs, "calibration": report_calibration, "divergence": report_divergence}
 """The options that print a report instead of speeds."""
 OF_SPEEDS = ("n_prompt", "n_gen", "n_depth", "clients", "repetitions", "profile")
-"""The options that say which speeds are measured; ``--where`` has some of them."""
+"""The options that say which speeds are measured."""
 GROUPS = {"Reports instead of speeds": tuple(REPORTS), "Output": ("output", "as_json", "profile"), **PROGRAM_GROUP}
 
 
@@ -386,7 +269,6 @@ GROUPS = {"Reports instead of speeds": tuple(REPORTS), "Output": ("output", "as_
 @value("--n-prompt", Counts(), "Tokens per prompt; 0 skips this test.", "512")
 @value("-n --n-gen", Counts(), "Tokens to generate; 0 skips this test.", "128")
 @value("-d --n-depth", Counts(), "Tokens before the generated ones.", "0")
-@value("--n-turn", Counts(), "With --where: only a later turn of so many tokens, after those of -d and an answer.", "0")
 @value("-c --clients", Counts(), "Concurrent requests, 64 prompt and 64 new tokens each.", "0")
 @value("-r --repetitions", click.IntRange(1), "Runs, after a warm-up.", 5)
 @click.option("-o", "--output", type=click.Choice(["md", "json", "csv"]), default="md", show_default=True)
@@ -396,12 +278,6 @@ GROUPS = {"Reports instead of speeds": tuple(REPORTS), "Output": ("output", "as_
 @flag("--calibration", "Only print the programs' settings, and the times of all candidates.")
 @flag("--divergence", "Only compare the settings of this CPU with the original in f32.")
 @value("--text", click.Path(), "With --divergence: a text to measure with, in place of texts that the model writes.")
-@flag("--nodes", "Only divide the time of calls among the kinds of nodes that the device runs.")
-@flag(
-    "--where",
-    "Only divide the time of prompts (128 and 512 tokens by default) and decode steps (32 after 128): nodes, the rest of calls, "
-    "host; beside GenAI's.",
-)
 @layout_options
 def command(model: str, **options: Any) -> None:
     """Measure MODEL, or the embedded demo model: prompts (pp), generation (tg), concurrent requests (c)."""
@@ -410,13 +286,10 @@ def command(model: str, **options: Any) -> None:
         raise click.UsageError(f"--{asked[0]} and --{asked[1]} print a report each: give one of them")
     if options["text"] is not None and asked != ["divergence"]:
         raise click.UsageError("--text is for --divergence: add it, or leave --text out")
-    if any(options["n_turn"]) and asked != ["where"]:
-        raise click.UsageError("--n-turn is for --where: add it, or leave --n-turn out")
     if asked and options["output"] == "csv":
         raise click.UsageError(f"--{asked[0]} prints a table or JSON: leave -o csv out")
-    if asked and asked != ["where"]:
-        refuse(OF_SPEEDS, f"is for speeds, and --{asked[0]} prints a report instead")
     if asked:
+        refuse(OF_SPEEDS, f"is for speeds, and --{asked[0]} prints a report instead")
         report = REPORTS[asked[0]](model, options)
         is_json = options["as_json"] or options["output"] == "json"
         click.echo(json.dumps(report.values, indent=2) if is_json else "\n".join(report.lines))
@@ -424,7 +297,7 @@ def command(model: str, **options: Any) -> None:
     tests = _tests(options)
     if not tests:
         raise click.UsageError("nothing to measure: give --n-prompt, -n or -c a number above 0")
-    properties = _checked_properties(options, tests)
+    properties = checked_properties(options, tests)
     if options["profile"] is not None:
         check_output(options["profile"])
     found = _run(Path(model), properties, tests, options)
@@ -438,7 +311,7 @@ def command(model: str, **options: Any) -> None:
 
 
 def _run(path: Path, properties: dict[str, Any], tests: list[Test], options: dict[str, Any]) -> Measured:
-    with progress("loading") as shown, _loaded(str(path), options, shown, **properties) as pipe:
+    with progress("loading") as shown, loaded(str(path), options, shown, **properties) as pipe:
         with profiling(pipe, options["profile"]):
             found = [(test, list(_measure(pipe, test, options["repetitions"], shown))) for test in tests]
         programs = programs_of(cast("BoundPrograms", pipe.engine.runner.programs))
@@ -469,18 +342,18 @@ def _tests(options: dict[str, Any]) -> list[Test]:
 
 
 def _properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
-    """Return the user's properties, with lengths and a queue large enough for every test; only turns cache prefixes."""
+    """Return the user's properties, with lengths and a queue large enough for every test; nothing caches prefixes."""
     default = StaticLLMConfig()
     most = max(test.clients for test in tests)
     lengths = {
-        "MAX_PROMPT_LEN": max(default.max_prompt_len, *(test.length for test in tests)),
+        "MAX_PROMPT_LEN": max(default.max_prompt_len, *(test.prompt for test in tests)),
         "MIN_RESPONSE_LEN": max(default.min_response_len, *(test.new for test in tests)),
         "MAX_WAITING": max(default.max_waiting, most),
     }
-    return {**lengths, "PREFIX_CACHING": any(test.past for test in tests), **read_properties(options)}
+    return {**lengths, "PREFIX_CACHING": False, **read_properties(options)}
 
 
-def _checked_properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
+def checked_properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
     """Return the properties of the tests.
 
     Raises:
@@ -488,7 +361,7 @@ def _checked_properties(options: dict[str, Any], tests: list[Test]) -> dict[str,
     """
     properties = _properties(options, tests)
     for test in tests:
-        check_lengths(test.flag, test.length, test.new, properties)
+        check_lengths(test.flag, test.prompt, test.new, properties)
     return properties
 
 

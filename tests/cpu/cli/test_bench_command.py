@@ -16,7 +16,7 @@ from staticllm.pipelines.profiling.trace import Trace
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
 SMALL = ["--max-prompt-len", "64", "--min-response-len", "64"]
-REPORTS = {"--costs", "--nodes", "--divergence", "--calibration"}
+REPORTS = {"--costs", "--divergence", "--calibration"}
 
 
 @pytest.fixture
@@ -93,23 +93,9 @@ def test_run_prints_a_profile(tmp_path):
         (["--n-prompt", "x"], "whole numbers"),
         (["-p", "16"], "must be NAME=VALUE"),
         (["-n", "-3"], "negative"),
-        (["--nodes", "--divergence"], "--divergence and --nodes print a report each"),
+        (["--costs", "--divergence"], "--costs and --divergence print a report each"),
         (["--divergence", "--device", "NPU"], "NPU"),
-        (["--nodes", "-o", "csv"], "--nodes prints a table or JSON"),
-        (["--where", "-c", "2"], "leave --clients out"),
-        (["--where", "--profile", "trace.json"], "leave --profile out"),
-        (["--where", "-n", "8,16"], "give -n one"),
-        (["--where", "--n-turn", "8", "-d", "0"], "give -d a number above 0"),
-        (
-            ["--where", "--n-turn", "8", "-d", "60"],
-            "--n-turn: a prompt of 69 tokens, --max-prompt-len",
-        ),
-        (["--where", "--n-turn", "8", "-d", "16", "-n", "8"], "leave --n-prompt and -n out"),
-        (["--where", "--n-turn", "8", "-d", "16", "--n-prompt", "16"], "leave --n-prompt and -n out"),
-        (["--n-turn", "8"], "--n-turn is for --where"),
-        (["--where", "-n", "0", "--n-prompt", "0"], "nothing to measure"),
-        (["--where"], "--n-prompt: a prompt of 128 tokens, --max-prompt-len is 64"),
-        (["--where", "-d", "60", "-n", "80", "--n-prompt", "0"], "--n-depth: 60 and 81 tokens"),
+        (["--costs", "-o", "csv"], "--costs prints a table or JSON"),
         (["--text", "README.md"], "--text is for --divergence"),
         (["--divergence", "--text", "/no/such/text"], "give a text in UTF-8 of at most 1 MiB"),
         (["--n-prompt", "16", "-n", "8", "--profile", "no/such/folder/trace.json"], "make it first"),
@@ -138,8 +124,6 @@ def test_planned_costs_are_compared_with_timed_calls(bench):
 
 @pytest.mark.slow
 def test_a_report_replaces_the_speeds(bench):
-    nodes = json.loads(bench("--nodes", "--json").stdout)
-    assert [profile["variant"] for profile in nodes] == ["generate[1x256]", "prefill[64x0]"]
     (divergence, *_) = rows = json.loads(bench("--divergence", "--json").stdout)
     assert divergence["settings"] == "f32, no quantization"
     assert divergence["is_within"]

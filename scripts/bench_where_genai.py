@@ -12,15 +12,7 @@ from typing import Any
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
-from openvino import opset13 as ops
-
-from staticllm.core import Variant
-from staticllm.devices import get_core
-from staticllm.model_dir import read_model
-from staticllm.ports import ATTENTION_MASK, BEAM_IDX, INPUT_IDS, LOGITS, POSITION_IDS
-
-from ...compiler_passes.shapes.select_logits import find_head
-from .node_profile import (
+from bench_where_nodes import (
     PERF_COUNT,
     CountedRuns,
     kinds_in,
@@ -28,7 +20,7 @@ from .node_profile import (
     run_step,
     shares_of,
 )
-from .time_parts import (
+from bench_where_parts import (
     CountedCall,
     Phase,
     Prompt,
@@ -38,6 +30,13 @@ from .time_parts import (
     greedy,
     wait_until,
 )
+from openvino import opset13 as ops
+
+from staticllm.compiler_passes.shapes.select_logits import find_head
+from staticllm.core import Variant
+from staticllm.devices import get_core
+from staticllm.model_dir import read_model
+from staticllm.ports import ATTENTION_MASK, BEAM_IDX, INPUT_IDS, LOGITS, POSITION_IDS
 
 DEVICE = "CPU"
 

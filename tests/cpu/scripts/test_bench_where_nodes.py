@@ -7,12 +7,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
-
-from staticllm.config import StaticLLMConfig
-from staticllm.core import Variant
-from staticllm.devices import check_known
-from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
-from staticllm.pipelines.diagnostics.node_profile import (
+from bench_where_nodes import (
     NodeTime,
     decode_step,
     kind_of,
@@ -21,6 +16,11 @@ from staticllm.pipelines.diagnostics.node_profile import (
     shares_of,
     times_after_first,
 )
+
+from staticllm.config import StaticLLMConfig
+from staticllm.core import Variant
+from staticllm.devices import check_known
+from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
 from staticllm.pipelines.diagnostics.settings import probe_times
 
 SMALL = {"max_prompt_len": 128, "min_response_len": 64, "max_num_seqs": 2}

@@ -13,19 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import openvino as ov
-from numpy.typing import NDArray
-
-from staticllm.core import Variant
-from staticllm.sources.model_at import check_model_dir
-
-from ...compiler_passes.compiling.chain import device_models
-from ...compiler_passes.compiling.dry_run import bound_request, random_feeds
-from ..costs.probe import timed_run
-from ..llm_pipeline import StaticLLMPipeline
-from ..loading.decoder_kind import prepare
-from ..programs.bind import BoundPrograms
-from .costs import wait_for_costs
-from .node_profile import (
+from bench_where_nodes import (
     CountedRuns,
     NodeTime,
     counted_program,
@@ -34,8 +22,7 @@ from .node_profile import (
     num_running,
     shares_of,
 )
-from .settings import settings_in
-from .time_parts import (
+from bench_where_parts import (
     CountedCall,
     Phase,
     Prompt,
@@ -45,6 +32,18 @@ from .time_parts import (
     greedy,
     wait_until,
 )
+from numpy.typing import NDArray
+
+from staticllm.compiler_passes.compiling.chain import device_models
+from staticllm.compiler_passes.compiling.dry_run import bound_request, random_feeds
+from staticllm.core import Variant
+from staticllm.pipelines.costs.probe import timed_run
+from staticllm.pipelines.diagnostics.costs import wait_for_costs
+from staticllm.pipelines.diagnostics.settings import settings_in
+from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
+from staticllm.pipelines.loading.decoder_kind import prepare
+from staticllm.pipelines.programs.bind import BoundPrograms
+from staticllm.sources.model_at import check_model_dir
 
 
 class StaticCalls:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-
-from staticllm.core import Variant
-from staticllm.pipelines.diagnostics.reports import NodeShare
-from staticllm.pipelines.diagnostics.time_parts import (
+from bench_where_nodes import NodeShare
+from bench_where_parts import (
     CountedCall,
     Rounds,
     TokenRun,
@@ -18,6 +16,8 @@ from staticllm.pipelines.diagnostics.time_parts import (
     parts_of,
     parts_tables,
 )
+
+from staticllm.core import Variant
 
 PROMPT, STEP, WIDER = Variant(128, 0), Variant(1, 256), Variant(1, 512)
 NODES = (

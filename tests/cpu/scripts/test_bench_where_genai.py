@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from bench_where_genai import GenaiCalls
 
 from staticllm.core import Variant
-from staticllm.pipelines.diagnostics.genai_calls import GenaiCalls
 from staticllm.pipelines.diagnostics.reference import EXACT, StatefulReference
 from staticllm.ports import LOGITS
 

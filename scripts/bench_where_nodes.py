@@ -10,18 +10,16 @@ from dataclasses import dataclass, replace
 
 import openvino as ov
 
+from staticllm.compiler_passes.compiling.chain import device_models
+from staticllm.compiler_passes.compiling.compile import compile_all
+from staticllm.compiler_passes.compiling.dry_run import bound_request, random_feeds
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.devices import get_core, supported_properties
 from staticllm.errors import ConfigError
+from staticllm.pipelines.diagnostics.settings import label_of
+from staticllm.pipelines.loading.decoder_kind import DecoderPlan, prepare
 from staticllm.sources.model_at import check_model_dir
-
-from ...compiler_passes.compiling.chain import device_models
-from ...compiler_passes.compiling.compile import compile_all
-from ...compiler_passes.compiling.dry_run import bound_request, random_feeds
-from ..loading.decoder_kind import DecoderPlan, prepare
-from .reports import CallProfile, NodeShare
-from .settings import label_of
 
 RUNS = 5
 PERF_COUNT = "PERF_COUNT"
@@ -41,6 +39,30 @@ kinds of layers that the plugin fuses."""
 ELEMENTWISE, OTHER = "elementwise", "other"
 PASSIVE = ("Parameter", "Result", "Constant")
 FUSED, ARITHMETIC = "Subgraph", ("Eltwise", "Math", "Multiply", "Add", "Subtract", "PowerStatic", "Swish")
+
+
+@dataclass(frozen=True)
+class NodeShare:
+    """The time of one kind of work in one call, in ms and as a share of the call.
+
+    ``kind`` is what the nodes do, ``types`` are their types in the plugin, and ``count`` is their number.
+    """
+
+    kind: str
+    types: tuple[str, ...]
+    count: int
+    ms: float
+    share: float
+
+
+@dataclass(frozen=True)
+class CallProfile:
+    """Where the time of one call of a program goes. ``ms`` is the sum over all nodes."""
+
+    variant: str
+    settings: str
+    ms: float
+    nodes: tuple[NodeShare, ...]
 
 
 def profile_calls(

@@ -6,18 +6,17 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import compress, pairwise
 from typing import Any, Literal, Protocol, SupportsInt, TypeAlias, TypeVar
 
 import numpy as np
 import openvino_genai as genai
+from bench_where_nodes import NodeShare
 from numpy.typing import NDArray
 
 from staticllm.core import Variant
 from staticllm.system.table import markdown
-
-from .reports import NodeShare, TimeParts
 
 Prompt: TypeAlias = NDArray[np.int64]
 Phase: TypeAlias = Literal["prefill", "turn", "decode"]
@@ -58,6 +57,49 @@ class CountedCall:
     nodes: Sequence[NodeShare]
     num_nodes: float
     mean_ms: float
+
+
+@dataclass(frozen=True)
+class TimeParts:
+    """Where the time of a decode step, or of a prompt or a turn to its first token, goes in one pipeline.
+
+    ``nodes_ms`` and ``outside_ms`` are a call of the device, or the calls of a prompt, run alone: its nodes, and what else it
+    takes. ``wall_ms`` is the time by the clock of a reader, and ``own_ms`` by the pipeline's own record, with ``own_calls_ms`` in
+    calls. ``host_ms`` is what ``wall_ms`` has beside ``own_calls_ms``. The counters make a call longer by ``slowdown``, a share,
+    and cut at most ``cut_ms`` off the nodes, which then are in ``outside_ms``. ``disturbance`` is the share by which the mean
+    call with counters, over which they count, is longer than the fastest one. ``programs`` are the variants that ran.
+    A turn follows ``past_len`` tokens, which are in the cache, and one of an answer, which runs with it.
+    """
+
+    pipeline: str
+    phase: Literal["prefill", "turn", "decode"]
+    prompt_len: int
+    programs: tuple[str, ...]
+    nodes_ms: float
+    outside_ms: float
+    host_ms: float
+    wall_ms: float
+    own_ms: float
+    own_calls_ms: float
+    slowdown: float
+    disturbance: float
+    cut_ms: float
+    nodes: tuple[NodeShare, ...]
+    past_len: int = 0
+
+    @property
+    def sum_ms(self) -> float:
+        """The sum of the parts."""
+        return self.nodes_ms + self.outside_ms + self.host_ms
+
+    @property
+    def deviation(self) -> float:
+        """The difference of the sum from the wall time, as a share of it."""
+        return self.sum_ms / self.wall_ms - 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object that ``scripts/bench_where.py --json`` prints."""
+        return {**asdict(self), "sum_ms": self.sum_ms, "deviation": self.deviation}
 
 
 class Divisible(Protocol):
