@@ -48,7 +48,7 @@ FEATURES = {
         *("staticllm/sources", "staticllm/export", "compiler_passes/conversion"),
         *(f"{_CLI}/{name}" for name in ("export", "pulling", "models")),
     ),
-    "NPU elsewhere": ("compiler_passes/npu_compiler", f"{_CLI}/npu_compiler", f"{_CLI}/npu_platform"),
+    "NPU elsewhere": ("compiler_passes/npu_compiler", f"{_CLI}/npu_platform"),
     "diagnostics": (
         "pipelines/diagnostics",
         f"{_CLI}/bench",

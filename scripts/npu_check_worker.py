@@ -10,11 +10,11 @@ import time
 from pathlib import Path
 
 from npu_programs import programs_to_check
+from npu_setup import set_up
 
 from staticllm.compiler_passes.compiling.npu_platform import PLATFORMS
 from staticllm.compiler_passes.npu_compiler.child_compiler import ChildCompiler
 from staticllm.compiler_passes.npu_compiler.find import find_compiler
-from staticllm.compiler_passes.npu_compiler.wine_setup import set_up
 from staticllm.errors import DeviceError, StaticLLMError
 from staticllm.system.table import table
 

@@ -4,7 +4,7 @@ python scripts/npu_table.py                        # a 0.5B shape in three quant
 python scripts/npu_table.py --platforms 4000 my_model_dir
 
 Without model directories, the three are made first (`make_bench_model.py`), which installs PyTorch. The compiler must be there:
-`staticllm npu-compiler setup`. No NPU is used; docs/npu.md says what the predictions mean.
+`python scripts/npu_compiler.py setup`. No NPU is used; docs/npu.md says what the predictions mean.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from staticllm.errors import ConfigError, DeviceError, shown
 
 from .child_compiler import ChildCompiler
 from .local import local_compiler
-from .wine import COMMAND, default_folder, read_setup, wine_compiler
+from .wine import COMMAND, WHERE, default_folder, read_setup, wine_compiler
 
 CompilerKind = Literal["auto", "local", "wine"]
 """Where the compiler is: ``local`` in the installed OpenVINO, ``wine`` in its Windows wheel, ``auto`` in the first of them."""
@@ -44,7 +44,7 @@ def find_compiler(kind: str = "auto") -> ChildCompiler:
     except DeviceError as local:
         if not default_folder().is_dir():
             raise DeviceError(
-                f"there is no NPU compiler ({local}): on Linux, `{COMMAND}` sets one up under Wine"
+                f"there is no NPU compiler ({local}): on Linux, `{COMMAND}` sets one up under Wine, {WHERE}"
             ) from None
         return wine_compiler()
 

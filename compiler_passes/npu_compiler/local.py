@@ -1,6 +1,6 @@
 """The NPU compiler of the installed OpenVINO: a library beside its NPU plugin, as in the wheel for Windows.
 
-Its ``main`` is the child that compiles, with the requests and answers of ``npu_compile.c``.
+Its ``main`` is the child that compiles, with the requests and answers of ``scripts/npu_compile.c``.
 """
 
 from __future__ import annotations

@@ -1,19 +1,15 @@
-"""The NPU compiler of OpenVINO's Windows wheel, under Wine. ``wine_setup`` makes the folder that it runs from."""
+"""The NPU compiler of OpenVINO's Windows wheel, under Wine. ``scripts/npu_compiler.py`` makes the folder that it runs from."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from staticllm.errors import DeviceError
 from staticllm.system.cache_folder import user_cache
@@ -21,11 +17,13 @@ from staticllm.system.files import read_regular
 
 from .child_compiler import ChildCompiler, Launch
 
-COMMAND = "staticllm npu-compiler setup"
+COMMAND = "python scripts/npu_compiler.py setup"
+WHERE = "in a checkout of staticllm (docs/npu.md)"
 PACKAGES = ("wine64", "gcc-mingw-w64-x86-64")
 """The distribution's packages (Debian, Ubuntu) that set-up needs; compiling needs the first."""
 APT_LINE = f"apt-get install --no-install-recommends {' '.join(PACKAGES)}"
-SOURCE = Path(__file__).with_name("npu_compile.c")
+SOURCE = "aaef1100c97b104f7b313ef025ad3695d09152d18f5c97221e817c5abea41beb"
+"""The digest of ``scripts/npu_compile.c``, which says whether a set-up is of this version."""
 MANIFEST = "setup.json"
 FORMAT = 1
 PREFIX = "prefix"
@@ -68,7 +66,7 @@ def launch(folder: Path) -> Launch:
         DeviceError: there is no Wine.
     """
     command = (str(loader()), rf"C:\{Path(LIBRARIES).name}\{PROGRAM}")
-    return Launch(command, environment(folder), WHAT, f"run `{COMMAND} --force`")
+    return Launch(command, environment(folder), WHAT, f"run `{COMMAND} --force` {WHERE}")
 
 
 def loader() -> Path:
@@ -110,15 +108,15 @@ def read_setup(folder: Path) -> WineSetup:
         DeviceError: there is none, it is broken or of another version, or Wine is missing.
     """
     if not folder.is_dir():
-        raise DeviceError(f"{WHAT} is not set up ({folder} does not exist): run `{COMMAND}` once")
+        raise DeviceError(f"{WHAT} is not set up ({folder} does not exist): run `{COMMAND}` {WHERE} once")
     loader()
-    remedy = f"run `{COMMAND} --force`"
+    remedy = f"run `{COMMAND} --force` {WHERE}"
     try:
         told = json.loads(read_regular(folder / MANIFEST, _MAX_MANIFEST, follow=False))
         text = str(told["version"])
         sizes = {str(name): int(size) for name, size in told["files"].items()}
         num_bytes = int(told["bytes"])
-        is_ours = told["format"] == FORMAT and told["source"] == source_digest()
+        is_ours = told["format"] == FORMAT and told["source"] == SOURCE
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DeviceError(f"{WHAT} in {folder} is not set up completely ({MANIFEST} is damaged): {remedy}") from None
     if not is_ours:
@@ -130,22 +128,3 @@ def read_setup(folder: Path) -> WineSetup:
     if not (folder / PREFIX / "system.reg").is_file():
         raise DeviceError(f"{WHAT} in {folder} is broken (Wine's folder is missing): {remedy}")
     return WineSetup(folder, text, num_bytes)
-
-
-def manifest_of(version_text: str, libraries: Path, num_bytes: int) -> dict[str, Any]:
-    """Return the content of ``setup.json``."""
-    sizes = {path.name: path.stat().st_size for path in sorted(libraries.iterdir())}
-    return {
-        "format": FORMAT, "source": source_digest(), "version": version_text, "files": sizes, "bytes": num_bytes,
-    }  # fmt: skip
-
-
-@cache
-def source_digest() -> str:
-    """Return the digest of the program's source, which says whether a set-up is of this version."""
-    return sha256(SOURCE.read_bytes()).hexdigest()
-
-
-def bytes_in(folder: Path) -> int:
-    """Return the bytes of all files below a folder, without following links."""
-    return sum((Path(parent) / name).lstat().st_size for parent, _, names in os.walk(folder) for name in names)

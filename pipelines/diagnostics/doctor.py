@@ -36,7 +36,7 @@ from ...compiler_passes.artifacts.fingerprint import fingerprint_model, with_art
 from ...compiler_passes.graph.compressed_matrix import find_compressed_matrices, is_symmetric
 from ...compiler_passes.model_kind import kind_in
 from ...compiler_passes.npu_compiler.find import compiler_statuses
-from ...compiler_passes.npu_compiler.wine import COMMAND, default_folder
+from ...compiler_passes.npu_compiler.wine import COMMAND, WHERE, default_folder
 from ..loading.load import load
 from .gguf_report import check_gguf
 from .kinds import diagnosis_of, job_in, known_kind
@@ -117,7 +117,7 @@ def _npu_compiler() -> Finding:
         return Finding("ok", "NPU compiler", "found beside OpenVINO's plugins")
     if wine.version:
         return Finding("ok", "NPU compiler", f"{wine.version}, under Wine")
-    remedy = f"compile for an NPU on the machine that has one, or on Linux set the compiler up with `{COMMAND}`"
+    remedy = f"compile for an NPU on the machine that has one, or on Linux set the compiler up with `{COMMAND}` {WHERE}"
     return Finding("warn", "NPU compiler", local.problem if not default_folder().is_dir() else wine.problem, remedy)
 
 

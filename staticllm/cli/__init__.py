@@ -45,7 +45,6 @@ _SECTIONS = {
     "Keep compiled programs": {
         "compile": ("compile.command", "Compile a model and write a set of blobs."),
         "cache": ("cache.command", "List, verify, prune, export and import blob sets."),
-        "npu-compiler": ("npu_compiler.command", "Set up Intel's NPU compiler without an NPU."),
     },
     "Look at a server": {
         "ps": ("servers.ps", "List the loaded models of a server."),

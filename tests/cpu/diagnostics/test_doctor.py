@@ -38,4 +38,4 @@ def test_an_npu_compiler_is_found_wherever_it_is(monkeypatch, tmp_path, local, w
     monkeypatch.setattr(doctor, "compiler_statuses", lambda: (local, wine))
     found = doctor._npu_compiler()
     assert (found.level, found.value) == (level, value)
-    assert ("staticllm npu-compiler setup" in found.remedy) == (level == "warn")
+    assert ("scripts/npu_compiler.py setup" in found.remedy) == (level == "warn")

@@ -328,7 +328,8 @@ def test_every_folder_of_tests_says_what_it_needs(root):
     }  # fmt: skip
     conftests = {path.relative_to(root / "tests").as_posix() for path in (root / "tests").rglob("conftest.py")}
     assert conftests == {
-        "conftest.py", "cpu/daemon/conftest.py", "cpu/hub/conftest.py", "cpu/server/conftest.py", "peer/conftest.py",
+        "conftest.py", "cpu/daemon/conftest.py", "cpu/hub/conftest.py", "cpu/scripts/conftest.py", "cpu/server/conftest.py",
+        "peer/conftest.py",
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Tests the set-up under Wine without Wine: what is missing, damaged or in the way is one line, and nothing half-made is left."""
+"""Tests the set-up of the NPU compiler without Wine: what is missing or in the way is one line, and nothing half-made is left."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import zipfile
 from hashlib import sha256
 from importlib.metadata import version
 
+import npu_setup
 import pytest
-from support.command_line import in_here
+from click.testing import CliRunner
+from npu_compiler import command
+from npu_setup import manifest_of, remove, set_up
 
-from staticllm.compiler_passes.npu_compiler import wine, wine_setup
+from staticllm.compiler_passes.npu_compiler import wine
 from staticllm.compiler_passes.npu_compiler.find import compiler_statuses, find_compiler
 from staticllm.compiler_passes.npu_compiler.wine import PACKAGES, default_folder, read_setup, wine_compiler
-from staticllm.compiler_passes.npu_compiler.wine_setup import remove, set_up
 from staticllm.errors import ConfigError, DeviceError
 from staticllm.system.file_lock import acquire
 
@@ -52,7 +54,7 @@ MINGW = {"x86_64_w64_mingw32_gcc": ""}
 
 
 def gcc(folder, line):
-    path = folder / wine_setup.MINGW
+    path = folder / npu_setup.MINGW
     path.write_text(f"#!/bin/sh\n{line}\n")
     path.chmod(0o755)
 
@@ -62,7 +64,7 @@ def wheel(tmp_path):
     """A function that writes a wheel with the files that are needed; ``changes`` replaces texts in it or its record."""
 
     def write(number=NUMBER, tag="win_amd64", changes=None, left_out=()):
-        names = [f"openvino/libs/{name}" for name in wine_setup._LIBRARIES]
+        names = [f"openvino/libs/{name}" for name in npu_setup._LIBRARIES]
         files = {name: name.encode() for name in [*names, "openvino/include/openvino/c/openvino.h"]}
         record = "".join(
             f"{name},sha256={base64.urlsafe_b64encode(sha256(data).digest()).decode().rstrip('=')},{len(data)}\n"
@@ -79,6 +81,11 @@ def wheel(tmp_path):
         return path
 
     return write
+
+
+def run(*arguments):
+    """Run the script's command."""
+    return CliRunner().invoke(command, list(map(str, arguments)))
 
 
 def left_in(cache):
@@ -198,7 +205,7 @@ def test_a_full_disk_and_another_process_are_one_line(programs, cache, wheel, tm
     ):
         set_up(wheel=wheel())
     usage = type("Usage", (), {"free": 5_000_000})
-    monkeypatch.setattr(wine_setup.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(npu_setup.shutil, "disk_usage", lambda path: usage)
     with pytest.raises(
         DeviceError, match=r"set-up needs 1\.6 GB in .*, which has 0\.0 GB free: free some, or set XDG_CACHE_HOME"
     ):
@@ -217,7 +224,7 @@ def finished(programs):
     (folder / wine.LIBRARIES).mkdir(parents=True)
     (folder / wine.LIBRARIES / wine.PROGRAM).write_bytes(b"MZ")
     (folder / wine.PREFIX / "system.reg").write_text("WINE REGISTRY")
-    told = wine.manifest_of("openvino 1, NPU compiler 8.4", folder / wine.LIBRARIES, 12)
+    told = manifest_of("openvino 1, NPU compiler 8.4", folder / wine.LIBRARIES, 12)
     (folder / wine.MANIFEST).write_text(json.dumps(told))
     return folder
 
@@ -227,15 +234,15 @@ def test_a_finished_set_up_is_kept_and_found(finished):
     assert [each.version for each in compiler_statuses() if each.kind == "wine"] == ["openvino 1, NPU compiler 8.4"]
     with (
         wine_compiler() as compiler,
-        pytest.raises(DeviceError, match=r"ended when it started, .*: no npu; run `staticllm npu-"),
+        pytest.raises(DeviceError, match=r"ended when it started, .*: no npu; run `python scripts/npu_compiler"),
     ):
         compiler.compile(None, "4000", name="a model")
-    done = in_here("npu-compiler", "status")
+    done = run("status")
     assert "wine   openvino 1, NPU compiler 8.4" in done.stdout
-    assert in_here("npu-compiler", "remove").stdout.endswith("GB removed\n")
+    assert run("remove").stdout.endswith("GB removed\n")
     assert not finished.exists()
     assert remove() == 0
-    assert "nothing is set up" in in_here("npu-compiler", "remove").stdout
+    assert "nothing is set up" in run("remove").stdout
 
 
 @pytest.mark.parametrize(
@@ -254,20 +261,24 @@ def test_a_finished_set_up_is_kept_and_found(finished):
 def test_a_broken_set_up_is_refused_with_its_remedy(finished, damage, message):
     damage(finished)
     for call in (wine_compiler, lambda: find_compiler("wine"), set_up):
-        with pytest.raises(DeviceError, match=rf"{message}.*: run `staticllm npu-compiler setup --force`"):
+        with pytest.raises(
+            DeviceError, match=rf"{message}.*: run `python scripts/npu_compiler.py setup --force` in a checkout"
+        ):
             call()
-    done = in_here("npu-compiler", "status", "--json")
+    done = run("status", "--json")
     assert message.replace(".", "(", 1)[:20] in done.stdout or message[:12] in done.stdout
 
 
 def test_a_set_up_of_another_source_is_refused(finished, monkeypatch):
-    monkeypatch.setattr(wine, "source_digest", lambda: "other")
+    monkeypatch.setattr(wine, "SOURCE", "other")
     with pytest.raises(DeviceError, match="by another version of staticllm: run"):
         wine_compiler()
 
 
 def test_without_a_set_up_or_wine_the_compiler_says_so(programs):
-    with pytest.raises(DeviceError, match=r"is not set up .*: run `staticllm npu-compiler setup` once"):
+    with pytest.raises(
+        DeviceError, match=r"is not set up .*: run `python scripts/npu_compiler.py setup` in a checkout .* once"
+    ):
         find_compiler("wine")
     default_folder().mkdir(parents=True)
     with pytest.raises(DeviceError, match="there is no Wine on this machine: install it, on Debian"):
@@ -279,11 +290,14 @@ def test_without_a_set_up_or_wine_the_compiler_says_so(programs):
 def test_the_command_reports_errors_and_progress(programs, wheel, tmp_path):
     gcc(tmp_path / "bin", "exit 1")
     programs(wine64="exit 0")
-    done = in_here("npu-compiler", "setup", "--wheel", wheel())
-    assert done.returncode == 1
+    done = run("setup", "--wheel", wheel())
+    assert str(done.exception).startswith("building npu_compile.exe failed (exit code 1)")
     assert done.stderr.splitlines()[:2] == [
         "1 of 6: checking Wine and the compiler of the distribution",
         f"2 of 6: taking openvino-{NUMBER}.whl from the disk",
     ]
-    assert done.stderr.splitlines()[-1].startswith("Error: building npu_compile.exe failed (exit code 1)")
-    assert in_here("npu-compiler", "status").returncode in (0, 1)
+    assert run("status").exit_code in (0, 1)
+
+
+def test_the_library_knows_the_programs_source():
+    assert sha256(npu_setup.SOURCE.read_bytes()).hexdigest() == wine.SOURCE

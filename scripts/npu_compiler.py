@@ -1,4 +1,9 @@
-"""``staticllm npu-compiler`` sets up Intel's NPU compiler where there is no NPU, and says whether there is one."""
+"""Sets up Intel's NPU compiler where there is no NPU, and says whether there is one.
+
+python scripts/npu_compiler.py setup     # once per version of OpenVINO
+python scripts/npu_compiler.py status
+python scripts/npu_compiler.py remove
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,17 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
+from npu_setup import remove, set_up
 
 from staticllm.cli.options import flag, value
 from staticllm.cli.progress import progress
 from staticllm.cli.signals import unwound_at_signals
+from staticllm.compiler_passes.npu_compiler.find import compiler_statuses
+from staticllm.compiler_passes.npu_compiler.wine import default_folder
+from staticllm.errors import StaticLLMError
 
 
-@click.group("npu-compiler")
+@click.group()
 def command() -> None:
     """Compile for NPUs on a machine without one. On Linux, OpenVINO's Windows wheel runs under Wine."""
 
@@ -32,8 +41,6 @@ def setup(wheel: Path | None, is_installing: bool, is_forced: bool) -> None:
     keeps 0.9 GB in the cache folder of this user. Nothing else of this machine is changed.
     """
     with unwound_at_signals(), progress("setting up the NPU compiler") as shown:
-        from staticllm.compiler_passes.npu_compiler.wine_setup import set_up
-
         is_terminal = sys.stderr is not None and sys.stderr.isatty()
 
         def on_step(text: str, number: int, total: int) -> None:
@@ -50,8 +57,6 @@ def setup(wheel: Path | None, is_installing: bool, is_forced: bool) -> None:
 def show_status(as_json: bool) -> None:
     """Say which NPU compilers can be used. Exit code 1 if there is none."""
     with progress("looking for compilers"):
-        from staticllm.compiler_passes.npu_compiler.find import compiler_statuses
-
         found = compiler_statuses()
     if as_json:
         click.echo(json.dumps([asdict(each) for each in found], indent=2))
@@ -65,8 +70,12 @@ def show_status(as_json: bool) -> None:
 @command.command("remove")
 def remove_setup() -> None:
     """Remove what `setup` has made, for all versions of OpenVINO."""
-    from staticllm.compiler_passes.npu_compiler.wine import default_folder
-    from staticllm.compiler_passes.npu_compiler.wine_setup import remove
-
     num_bytes = remove()
     click.echo(f"{num_bytes / 1e9:.1f} GB removed" if num_bytes else f"nothing is set up in {default_folder().parent}")
+
+
+if __name__ == "__main__":
+    try:
+        command()
+    except StaticLLMError as error:
+        sys.exit(f"Error: {error}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import secrets
 import shutil
 import sys
@@ -17,21 +18,22 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from filelock import Timeout  # registers what it does at a fork before OpenVINO is imported, which forks
 
 from staticllm.children.child import Child, last_words
+from staticllm.compiler_passes.npu_compiler import wine
+from staticllm.compiler_passes.npu_compiler.child_compiler import ChildCompiler
 from staticllm.errors import ConfigError, DeviceError, StaticLLMError, shown
 from staticllm.system.file_lock import acquire
 from staticllm.system.files import open_regular, write_whole
-
-from . import wine
-from .child_compiler import ChildCompiler
 
 OnStep = Callable[[str, int, int], None]
 """Gets what is done now, its number from 1, and the number of steps."""
 NEEDED_BYTES = 1_600_000_000
 """Free space that set-up needs: the wheel, its libraries, and Wine's folder."""
+SOURCE = Path(__file__).with_name("npu_compile.c")
 MINGW = "x86_64-w64-mingw32-gcc"
 _DOWNLOAD_SECONDS = 3600.0
 _BUILD_SECONDS = 300.0
@@ -128,7 +130,7 @@ def _made(target: Path, wheel: Path | None, steps: _Steps) -> wine.WineSetup:
         found = _tried(scratch)
         shutil.rmtree(scratch / "download", ignore_errors=True)
         shutil.rmtree(scratch / "openvino", ignore_errors=True)
-        told = wine.manifest_of(found, scratch / wine.LIBRARIES, wine.bytes_in(scratch))
+        told = manifest_of(found, scratch / wine.LIBRARIES, bytes_in(scratch))
         write_whole(scratch / wine.MANIFEST, json.dumps(told, indent=1).encode())
         _replace(scratch, target)
     except OSError as error:
@@ -187,8 +189,6 @@ def _downloaded(scratch: Path, number: str) -> Path:
     pip = (sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input")
     which = ("--no-deps", "--only-binary=:all:", "--platform", "win_amd64", "--python-version", "3.12")
     remedy = "try again, or download the wheel elsewhere and give --wheel"
-    if getattr(sys, "frozen", False):
-        raise DeviceError(f"a frozen application has no pip to download OpenVINO: {remedy}")
     _run(
         (*pip, *which, "--implementation", "cp", f"openvino=={number}", "--dest", str(folder)),
         _DOWNLOAD_SECONDS, "pip download", remedy=remedy,
@@ -263,7 +263,7 @@ def _build(scratch: Path) -> None:
     libraries = scratch / wine.LIBRARIES
     program = libraries / wine.PROGRAM
     flags = ("-O1", "-s", "-I", str(scratch / "openvino" / "include"))
-    command = (MINGW, *flags, str(wine.SOURCE), str(libraries / "openvino_c.lib"), "-o", str(program))
+    command = (MINGW, *flags, str(SOURCE), str(libraries / "openvino_c.lib"), "-o", str(program))
     _run(command, _BUILD_SECONDS, f"building {wine.PROGRAM}")
     (libraries / "openvino_c.lib").unlink()
 
@@ -359,9 +359,22 @@ def remove() -> int:
     folder = wine.default_folder().parent
     if not folder.is_dir():
         return 0
-    size = wine.bytes_in(folder)
+    size = bytes_in(folder)
     try:
         shutil.rmtree(folder)
     except OSError as error:
         raise DeviceError(f"{folder} cannot be removed ({error.strerror or error}): remove it by hand") from None
     return size
+
+
+def manifest_of(version_text: str, libraries: Path, num_bytes: int) -> dict[str, Any]:
+    """Return the content of ``setup.json``."""
+    sizes = {path.name: path.stat().st_size for path in sorted(libraries.iterdir())}
+    return {
+        "format": wine.FORMAT, "source": wine.SOURCE, "version": version_text, "files": sizes, "bytes": num_bytes,
+    }  # fmt: skip
+
+
+def bytes_in(folder: Path) -> int:
+    """Return the bytes of all files below a folder, without following links."""
+    return sum((Path(parent) / name).lstat().st_size for parent, _, names in os.walk(folder) for name in names)
