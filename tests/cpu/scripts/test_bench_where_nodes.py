@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -19,9 +18,6 @@ from bench_where_nodes import (
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
-from staticllm.devices import check_known
-from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
-from staticllm.pipelines.diagnostics.settings import probe_times
 
 SMALL = {"max_prompt_len": 128, "min_response_len": 64, "max_num_seqs": 2}
 
@@ -107,23 +103,3 @@ def test_the_calls_of_a_profile_do_not_count_for_each_other(model_path):
     config = StaticLLMConfig(**{**SMALL, "max_prompt_len": 512}, device_properties={"INFERENCE_PRECISION_HINT": "f32"})
     prompt, step = profile_calls(model_path("demo"), "CPU", config, [prompt_of(512), decode_step])
     assert step.ms < prompt.ms / 3
-
-
-def test_a_devices_own_settings_are_named(model_path):
-    def settings(device, **properties):
-        given = {name.upper(): value for name, value in SMALL.items()} | properties
-        job = job_in(model_path("demo"), device, given, check=check_known)
-        return set(diagnosis_of("decoder").report(job).settings.values())
-
-    assert settings("CPU", INFERENCE_PRECISION_HINT="f32") == {"f32, no quantization"}
-    assert settings("NPU") == {"the device's own"}
-
-
-@pytest.mark.skipif("ONEDNN_MAX_CPU_ISA" in os.environ, reason="the plugin has no such products under a limited ISA")
-def test_probe_times_have_every_candidate(model_path):
-    found = list(probe_times(model_path("demo"), "CPU", StaticLLMConfig(**SMALL)))
-    assert [each.rows for each in found] == [1, 8, 32, 128]
-    for each in found:
-        assert {"f32, no quantization", "f32, groups of 128"} <= set(each.ms)
-        assert min(each.ms.values()) > 0
-    assert not list(probe_times(model_path("llama"), "CPU", StaticLLMConfig(**SMALL))), "its weights are not compressed"
