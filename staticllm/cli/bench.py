@@ -341,25 +341,20 @@ def _tests(options: dict[str, Any]) -> list[Test]:
     return tests + [Test(f"c{count}", "--clients", 64, 64, count) for count in options["clients"] if count]
 
 
-def _properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
-    """Return the user's properties, with lengths and a queue large enough for every test; nothing caches prefixes."""
-    default = StaticLLMConfig()
-    most = max(test.clients for test in tests)
-    lengths = {
-        "MAX_PROMPT_LEN": max(default.max_prompt_len, *(test.prompt for test in tests)),
-        "MIN_RESPONSE_LEN": max(default.min_response_len, *(test.new for test in tests)),
-        "MAX_WAITING": max(default.max_waiting, most),
-    }
-    return {**lengths, "PREFIX_CACHING": False, **read_properties(options)}
-
-
 def checked_properties(options: dict[str, Any], tests: list[Test]) -> dict[str, Any]:
-    """Return the properties of the tests.
+    """Return the user's properties, with lengths and a queue large enough for every test; nothing caches prefixes.
 
     Raises:
         UsageError: the user's lengths are too short for a test.
     """
-    properties = _properties(options, tests)
+    default = StaticLLMConfig()
+    properties = {
+        "MAX_PROMPT_LEN": max(default.max_prompt_len, *(test.prompt for test in tests)),
+        "MIN_RESPONSE_LEN": max(default.min_response_len, *(test.new for test in tests)),
+        "MAX_WAITING": max(default.max_waiting, *(test.clients for test in tests)),
+        "PREFIX_CACHING": False,
+        **read_properties(options),
+    }
     for test in tests:
         check_lengths(test.flag, test.prompt, test.new, properties)
     return properties

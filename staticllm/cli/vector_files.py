@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -97,18 +96,15 @@ class NpyFile:
         del entries
         if not self._num_rows:
             self._width = vectors.shape[1]
-            self._file.write(self._header())
+            self._write_header()
         self._num_rows += len(vectors)
         self._file.write(np.ascontiguousarray(vectors, "<f4").tobytes())
 
     def finish(self) -> None:
         """Write the header with the number of rows."""
         self._file.seek(0)
-        self._file.write(self._header())
-        self._file.seek(0, io.SEEK_END)
+        self._write_header()
 
-    def _header(self) -> bytes:
+    def _write_header(self) -> None:
         described: dict[str, Any] = {"descr": "<f4", "fortran_order": False, "shape": (self._num_rows, self._width)}
-        buffer = io.BytesIO()
-        np.lib.format.write_array_header_1_0(buffer, described)
-        return buffer.getvalue()
+        np.lib.format.write_array_header_1_0(self._file, described)

@@ -288,8 +288,6 @@ def _blob_set(folder: _Folder) -> _Found | None:
 
 
 def _adapter(folder: _Folder) -> _Found | None:
-    if not any(name.startswith("adapter_") for name in folder.files):
-        return None
     if "adapter_model.safetensors" in folder.files:
         return _Found(kinds.ADAPTER)
     pickled = [name for name in folder.ending(".bin", ".pt", ".pth") if name.startswith("adapter_model")]
