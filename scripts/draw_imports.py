@@ -23,7 +23,7 @@ DOOR = "staticllm"
 KERNEL = (
     *(
         f"staticllm/{name}"
-        for name in ("core", "errors", "version", "devices", "metrics", "config", "properties", "ports")
+        for name in ("core", "errors", "kinds", "version", "devices", "metrics", "config", "properties", "ports")
     ),
     *(f"staticllm/{name}" for name in ("results", "events", "model_dir", "system", "wire", "children")),
     *("staticllm/model_paths", "staticllm/adapters", "compiler_passes", "kvcache"),

@@ -25,11 +25,11 @@ from filelock import Timeout
 from staticllm.core import Part
 from staticllm.devices import type_name
 from staticllm.errors import BlobError, last_line, shown
+from staticllm.kinds import KINDS
 from staticllm.system.file_lock import acquire
 from staticllm.system.files import fill_from, read_regular, whole_file
 from staticllm.system.threads import ThreadPool
 
-from ..compiling.kinds import KINDS
 from .fingerprint import Fingerprint, bytes_digest, pass_digests, pieces_digest, with_article
 from .manifest import MAX_MANIFEST, Manifest, ManifestError, StoredBlob, decode, encode, is_blob_name, is_manifest
 

@@ -19,10 +19,10 @@ from msgspec import Meta
 
 from staticllm.core import KVType, Name, ProgramLayout, ProgramVariant
 from staticllm.errors import ConfigError
+from staticllm.kinds import KINDS
 from staticllm.system.typed import typed
 
 from ..compiling.compile import V
-from ..compiling.kinds import KINDS
 from .fingerprint import Fingerprint, bytes_digest
 
 SCHEMA = 9
@@ -251,7 +251,7 @@ class _Verdict:
 def _checked(content: Mapping[str, Any]) -> Manifest:
     found = stored(_Content, content)
     name = found.fingerprint.get("kind of model", "")
-    if name not in KINDS:
+    if name not in KINDS or KINDS[name].program is None:
         raise ValueError(f"the kind of model is {name[:40]!r}")
     kind = KINDS[name].program_class
     kind.check_stored(stored(kind.shape, found.shape), content)

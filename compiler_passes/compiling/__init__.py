@@ -8,7 +8,6 @@ __all__ = [
     "device_memory",
     "dry_run",
     "keep_small_constants",
-    "kinds",
     "layout",
     "npu_compiler",
     "npu_platform",

@@ -18,10 +18,12 @@ from staticllm.errors import ModelError, last_line
 from staticllm.properties import resolve
 
 from ...compiler_passes.artifacts.cache import BlobCache, key_of
+from ...compiler_passes.artifacts.fingerprint import with_article
 from ...compiler_passes.artifacts.measurements import CostsPlace
 from ...compiler_passes.compiling.compile import CompiledPrograms, CompilePlan, compile_all, first_variants
 from ...compiler_passes.compiling.dry_run import run_apart
 from ...compiler_passes.compiling.layout import PROGRAM_BYTES
+from ...compiler_passes.model_kind import kind_in
 from ..loading.kind import LoadJob, ProgramKind
 from ..loading.load import load_job
 from .npu_programs import CompiledForReport, compile_for_report, unknown_of
@@ -57,17 +59,30 @@ class Trial:
 K = TypeVar("K", bound=ProgramKind[Any, Any, Any])
 
 
+class Jobs(dict[str, LoadJob[Any]]):
+    """The jobs of a model by the names of the folders that their blobs have within that of the model; of one graph "".
+
+    ``diagnosis``: the questions about the whole model.
+    """
+
+    def __init__(self, diagnosis: Diagnosis[Any], jobs: Mapping[str, LoadJob[Any]]) -> None:
+        super().__init__(jobs)
+        self.diagnosis = diagnosis
+
+
 @dataclass(frozen=True)
 class Diagnosis(Generic[K]):
     """The questions about one kind of model. A job names the model, the device and the choices.
 
-    ``kind``: the class of its ``ProgramKind``. All methods raise what lowering, loading or running the model does:
-    ``ModelError``, ``UnsupportedModelError``, ``DeviceError`` or ``ConfigError``.
+    ``kind``: the class of its ``ProgramKind``; None for a model in parts, which answers for the whole only. All methods raise
+    what lowering, loading or running the model does: ``ModelError``, ``UnsupportedModelError``, ``DeviceError`` or
+    ``ConfigError``.
     """
 
     kind: type[K]
 
     takes_adapters: ClassVar[bool] = False
+    needs_tokenizer: ClassVar[bool] = True
     places: ClassVar[str] = "calls"
     """What ``agreement`` counts."""
 
@@ -83,6 +98,22 @@ class Diagnosis(Generic[K]):
         name = check(get_core(), device)
         resolved = resolve(properties, known_properties(get_core(), name))
         return LoadJob(self.kind(), directory, name, resolved.config, on_progress, resolved.explicit)
+
+    def jobs(
+        self,
+        directory: Path,
+        device: str,
+        properties: Mapping[str, Any],
+        on_progress: OnProgress = lambda event: None,
+        check: Callable[[ov.Core, object], str] = check_device,
+    ) -> Jobs:
+        """Return the jobs for a directory, one for each part of the model; the arguments are those of ``job``."""
+        return Jobs(self, {"": self.job(directory, device, properties, on_progress, check)})
+
+    def what(self, directory: Path) -> str:
+        """Return what the model in a checked directory is, with an article."""
+        found = kind_in(directory)
+        return with_article(self.kind.name) if found is None else found.what
 
     def report(self, job: LoadJob[K]) -> ModelReport:
         """Lower a model and describe its passes, variants and bytes. Nothing is compiled."""
@@ -205,6 +236,11 @@ class Diagnosis(Generic[K]):
                 share = float(np.abs(found - expected).max() / np.ptp(expected))
                 yield difference(f"{mode}: {variant}", share, tolerance)
 
+    def verdicts_of(self, jobs: Jobs, modes: Sequence[ProgramMode]) -> Iterator[Verdict]:
+        """Compare the programs of all parts of a model with the original, and yield each verdict."""
+        for job in jobs.values():
+            yield from self.verdicts(job, modes)
+
     def agreement(self, job: LoadJob[K]) -> Agreement:
         """Load a model, for example from its blob set, and compare it with the original in f32."""
         pairs = list(self._compared(job, load_job(job).programs))
@@ -221,6 +257,10 @@ class Diagnosis(Generic[K]):
         """Load a model and run it once."""
         load_job(job)
         return Trial()
+
+    def try_model(self, directory: Path, device: str, on_progress: OnProgress) -> Trial:
+        """Load all parts of the model in a directory and run them once."""
+        return self.try_out(self.job(directory, device, {}, on_progress))
 
     def original(self, job: LoadJob[K]) -> Callable[[Mapping[str, NDArray[Any]]], Mapping[str, NDArray[Any]]]:
         """Return the original, from inputs by port name to outputs: the exported graph, whose ports have the programs' names."""

@@ -27,22 +27,19 @@ from staticllm.errors import (
     last_line,
 )
 from staticllm.model_dir import demo_model_path, read_model
-from staticllm.model_paths.path_kinds import SPEECH
 from staticllm.sources.hub import located
 from staticllm.sources.model_at import check_model_dir
 
 from ...compiler_passes.artifacts.cache import BlobCache
-from ...compiler_passes.artifacts.fingerprint import fingerprint_model, with_article
+from ...compiler_passes.artifacts.fingerprint import fingerprint_model
 from ...compiler_passes.graph.compressed_matrix import find_compressed_matrices, is_symmetric
-from ...compiler_passes.model_kind import kind_in
 from ...compiler_passes.npu_compiler.find import compiler_statuses
 from ...compiler_passes.npu_compiler.wine import COMMAND, WHERE, default_folder
 from ..loading.load import load
 from .gguf_report import check_gguf
-from .kinds import diagnosis_of, job_in, known_kind
+from .kinds import diagnosis_of, known_kind
 from .reference import StatefulReference, exact_for
 from .reports import Finding
-from .speech_diagnosis import try_speech
 
 PACKAGES = (
     "openvino",
@@ -202,16 +199,19 @@ def check_model(path: str, device: str, cache_dir: str | None, on_progress: OnPr
     """Load the model at ``path`` on ``device`` and run it once; compare its weights with those of the sets in a cache."""
     start = time.perf_counter()
     try:
-        if (found := located(path)).kind is SPEECH:
-            return _check_speech(found.directory, device, on_progress, start)
-        directory = check_model_dir(path)
-        name = known_kind(directory)
+        found = located(path)
+        directory = found.directory if found.kind.has_parts else check_model_dir(path, False)
+        name = found.kind.name if found.kind.has_parts else known_kind(directory)
         if name is None:
             raise ModelError(NOT_TEXT)
-        found_kind = kind_in(directory)
-        what = with_article(name) if found_kind is None else found_kind.what
-        job = job_in(directory, device, {}, on_progress)
-        trial = diagnosis_of(job.kind.name).try_out(job)
+        diagnosis = diagnosis_of(name)
+        if diagnosis.needs_tokenizer and not found.kind.has_parts:
+            check_model_dir(path)
+        what = diagnosis.what(directory)
+        trial = diagnosis.try_model(directory, device, on_progress)
+        ran = f"loaded and run on {device} in {time.perf_counter() - start:.1f} s{trial.how}"
+        if found.kind.has_parts:  # caches and their fingerprints are of its parts
+            return Finding("ok", "model", f"complete, {what}, {ran}")
         here = fingerprint_model(directory)
     except StaticLLMError as error:
         found = located(path, needs_tokenizer=True)
@@ -226,17 +226,9 @@ def check_model(path: str, device: str, cache_dir: str | None, on_progress: OnPr
                 "if this is not intended, copy the model again; a pipeline that runs with the model refuses requests"
             )
             return Finding("warn", "model", mismatch, remedy)
-    ran = f"loaded and run on {device} in {time.perf_counter() - start:.1f} s"
     place = "in the cache of Hugging Face, " if located(path).title else ""
-    complete = f"complete, {place}weights {here.weights_digest[:12]}, {what}, {ran}{trial.how}"
+    complete = f"complete, {place}weights {here.weights_digest[:12]}, {what}, {ran}"
     return Finding("warn" if trial.remedy else "ok", "model", complete, trial.remedy)
-
-
-def _check_speech(directory: Path, device: str, on_progress: OnProgress, start: float) -> Finding:
-    """Load a speech model on ``device`` and run it once; ``start`` is the moment when that began."""
-    trial = try_speech(directory, device, on_progress)
-    seconds = time.perf_counter() - start
-    return Finding("ok", "model", f"complete, a speech model, loaded and run on {device} in {seconds:.1f} s{trial.how}")
 
 
 def check_weights(path: str) -> Iterator[Finding]:

@@ -12,18 +12,16 @@ import openvino as ov
 
 from staticllm.core import OnProgress, ProgramMode
 from staticllm.devices import check_device, get_core
+from staticllm.kinds import KINDS
 from staticllm.model_dir import read_model
-from staticllm.model_paths.path_kinds import SPEECH
 from staticllm.sources.hub import located
 from staticllm.sources.model_at import check_model_dir
 
 from ...compiler_passes.artifacts.blob_set import read_manifest, rewrite_manifest
 from ...compiler_passes.artifacts.manifest import Manifest
-from ...compiler_passes.compiling.kinds import KINDS
 from ..loading.kind import LoadJob
-from .diagnosis import Diagnosis
+from .diagnosis import Diagnosis, Jobs
 from .reports import Verdict
-from .speech_diagnosis import Jobs, parts_of, speech_verdicts
 from .tokenizer_verdicts import tokenizer_verdicts
 
 AnyDiagnosis = Diagnosis[Any]
@@ -43,7 +41,8 @@ def known_kind(directory: Path, weights: str | None = None) -> str | None:
         ModelError: a file of the model is damaged.
     """
     model = read_model(get_core(), directory, weights)
-    return next((name for name, known in KINDS.items() if known.program_class.fits(model, directory)), None)
+    programs = ((name, known.program_class) for name, known in KINDS.items())
+    return next((name for name, program in programs if program and program.fits(model, directory)), None)
 
 
 def job_in(
@@ -62,10 +61,8 @@ def job_in(
         DeviceError: ``check`` refuses the device.
         ConfigError: a property is unknown, or its value is impossible for this model.
     """
-    weights = properties.get("WEIGHTS_PATH")
-    directory = check_model_dir(models_path, False, weights)
-    name = known_kind(directory, weights) or "decoder"  # whose passes say what the graph lacks
-    return diagnosis_of(name).job(directory, device, properties, on_progress, check)
+    directory, diagnosis = _of_one_graph(models_path, properties)
+    return diagnosis.job(directory, device, properties, on_progress, check)
 
 
 def jobs_in(
@@ -75,24 +72,28 @@ def jobs_in(
     on_progress: OnProgress = lambda event: None,
     check: Callable[[ov.Core, object], str] = check_device,
 ) -> Jobs:
-    """Return the jobs for the model in a directory: one, named "", or those of the parts of a speech model.
+    """Return the jobs for the model in a directory: one, named "", or those of its parts.
 
     Arguments and errors are those of ``job_in``.
     """
     found = located(models_path)
-    if found.kind is SPEECH:
-        return parts_of(found.directory, device, properties, on_progress, check)
-    return {"": job_in(models_path, device, properties, on_progress, check)}
+    if found.kind.has_parts:
+        directory, diagnosis = found.directory, diagnosis_of(found.kind.name)
+    else:
+        directory, diagnosis = _of_one_graph(models_path, properties)
+    return diagnosis.jobs(directory, device, properties, on_progress, check)
+
+
+def _of_one_graph(models_path: str | os.PathLike[str], properties: Mapping[str, Any]) -> tuple[Path, AnyDiagnosis]:
+    weights = properties.get("WEIGHTS_PATH")
+    directory = check_model_dir(models_path, False, weights)
+    return directory, diagnosis_of(known_kind(directory, weights) or "decoder")  # whose passes say what the graph lacks
 
 
 def verdicts_of(jobs: Jobs, modes: Sequence[ProgramMode]) -> Iterator[Verdict]:
     """Compare the tokenizer of a model and its programs in each mode with the originals, and yield each verdict."""
     yield from tokenizer_verdicts(next(iter(jobs.values())).directory)
-    if len(jobs) > 1:
-        yield from speech_verdicts(jobs, modes)
-        return
-    (job,) = jobs.values()
-    yield from diagnosis_of(job.kind.name).verdicts(job, modes)
+    yield from jobs.diagnosis.verdicts_of(jobs, modes)
 
 
 def verify_set(job: LoadJob[Any], folder: Path) -> Manifest:

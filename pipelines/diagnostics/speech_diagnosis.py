@@ -1,4 +1,4 @@
-"""The jobs of a speech model for the commands that describe, compile and verify models, and its comparison with the original."""
+"""What the commands that describe, compile and verify models ask of a speech model, which has parts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ..speech.speech_files import DECODER, ENCODER, SpeechFiles, speech_files
 from ..speech.speech_jobs import ALIGNMENT, folder_of, speech_jobs, take_has_words, take_num_windows
 from ..speech.whisper_config import WhisperGenerationConfig, alignment_heads
 from ..whisper_pipeline import StaticWhisperPipeline
-from .diagnosis import OTHER_TOLERANCE, TOLERANCE, Trial, in_mode
+from .diagnosis import OTHER_TOLERANCE, TOLERANCE, Diagnosis, Jobs, Trial, in_mode
 from .reference import EXACT
 from .reports import Verdict, difference
 
@@ -37,41 +37,56 @@ ORDINARY = 1000
 SECOND = 16000
 """Samples of the sound that a model is tried with."""
 
-Jobs = Mapping[str, LoadJob[Any]]
-"""The jobs of a model by the names of the folders that their blobs have within that of the model."""
+
+class SpeechDiagnosis(Diagnosis[Any]):
+    """The questions about a speech model, whose parts are of kinds of their own."""
+
+    def jobs(
+        self,
+        directory: Path,
+        device: str,
+        properties: Mapping[str, Any],
+        on_progress: OnProgress = lambda event: None,
+        check: Callable[[ov.Core, object], str] = check_device,
+    ) -> Jobs:
+        """Return the jobs of the encoder, of the decoder, and with ``WORD_TIMESTAMPS`` of the alignment of words.
+
+        ``properties``: those of ``StaticWhisperPipeline``. Raises ``ModelError``, ``DeviceError`` and ``ConfigError``.
+        """
+        files = speech_files(directory)
+        given = dict(properties)
+        num_windows = take_num_windows(given, None)
+        heads = alignment_heads(WhisperGenerationConfig(files.file)) if take_has_words(given, None) else ()
+        name = check(get_core(), device)
+        resolved = resolve(given, known_properties(get_core(), name))
+        candidate = Candidate(name, resolved.config, resolved.explicit)
+        found = speech_jobs(files, candidate, num_windows, heads, on_progress, check)
+        own = found.decoder
+        decoder = job_of(files.directory, name, own.config, on_progress, own.explicit, check)
+        parts = {folder_of(ENCODER): found.encoder, folder_of(files.decoder): decoder}
+        return Jobs(self, parts if found.alignment is None else {**parts, ALIGNMENT: found.alignment})
+
+    def what(self, directory: Path) -> str:
+        """Return what it is, with an article."""
+        return "a speech model"
+
+    def verdicts_of(self, jobs: Jobs, modes: Sequence[ProgramMode]) -> Iterator[Verdict]:
+        """Compare the logits of a text about a window of noise with those of the original in f32, and yield a verdict per mode.
+
+        Raises what loading the programs does, and ``ModelError`` (the CPU cannot run the original).
+        """
+        encoder, decoder, *_ = jobs.values()
+        return _verdicts(encoder, decoder, modes)
+
+    def try_model(self, directory: Path, device: str, on_progress: OnProgress) -> Trial:
+        """Load the model, and let it hear a second of noise. Raises as ``StaticWhisperPipeline`` and its ``generate``."""
+        with StaticWhisperPipeline(directory, device, on_progress=on_progress) as pipeline:
+            sound = np.random.default_rng(0).uniform(-0.1, 0.1, SECOND).astype(np.float32)
+            pipeline.generate(sound, max_new_tokens=8)
+        return Trial(" with a second of noise")
 
 
-def parts_of(
-    directory: Path,
-    device: str,
-    properties: Mapping[str, Any],
-    on_progress: OnProgress = lambda event: None,
-    check: Callable[[ov.Core, object], str] = check_device,
-) -> Jobs:
-    """Return the jobs of a speech model: of its encoder, of its decoder, and with ``WORD_TIMESTAMPS`` of the alignment of words.
-
-    ``properties``: those of ``StaticWhisperPipeline``. Raises ``ModelError``, ``DeviceError`` and ``ConfigError``.
-    """
-    files = speech_files(directory)
-    given = dict(properties)
-    num_windows = take_num_windows(given, None)
-    heads = alignment_heads(WhisperGenerationConfig(files.file)) if take_has_words(given, None) else ()
-    name = check(get_core(), device)
-    resolved = resolve(given, known_properties(get_core(), name))
-    candidate = Candidate(name, resolved.config, resolved.explicit)
-    jobs = speech_jobs(files, candidate, num_windows, heads, on_progress, check)
-    found = {folder_of(ENCODER): jobs.encoder}
-    own = jobs.decoder
-    found[folder_of(files.decoder)] = job_of(files.directory, name, own.config, on_progress, own.explicit, check)
-    return found if jobs.alignment is None else {**found, ALIGNMENT: jobs.alignment}
-
-
-def speech_verdicts(jobs: Jobs, modes: Sequence[ProgramMode]) -> Iterator[Verdict]:
-    """Compare the logits of a text about a window of noise with those of the original in f32, and yield a verdict per mode.
-
-    Raises what loading the programs does, and ``ModelError`` (the CPU cannot run the original).
-    """
-    encoder, decoder, *_ = jobs.values()
+def _verdicts(encoder: LoadJob[Any], decoder: LoadJob[Any], modes: Sequence[ProgramMode]) -> Iterator[Verdict]:
     tolerance = TOLERANCE if kind(decoder.device) == "CPU" else OTHER_TOLERANCE
     original = _Original(speech_files(decoder.directory))
     random = np.random.default_rng(0)
@@ -90,14 +105,6 @@ def speech_verdicts(jobs: Jobs, modes: Sequence[ProgramMode]) -> Iterator[Verdic
         expected = original.logits(features, tokens)[PROMPT - 1 :]
         share = float(np.abs(np.stack(found) - expected).max() / np.ptp(expected))
         yield difference(f"{mode}: {len(found)} tokens about a window", share, tolerance)
-
-
-def try_speech(directory: Path, device: str, on_progress: OnProgress) -> Trial:
-    """Load a speech model, and let it hear a second of noise. Raises as ``StaticWhisperPipeline`` and its ``generate``."""
-    with StaticWhisperPipeline(directory, device, on_progress=on_progress) as pipeline:
-        sound = np.random.default_rng(0).uniform(-0.1, 0.1, SECOND).astype(np.float32)
-        pipeline.generate(sound, max_new_tokens=8)
-    return Trial(" with a second of noise")
 
 
 class _Original:

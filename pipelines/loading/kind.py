@@ -1,8 +1,8 @@
 """What loading, compiling, storing and measuring programs must know of a kind of model; all else is written once.
 
 A new kind says how a model is lowered and which sizes its programs have (``lower``), what a call of random values is
-(``random_call``), and what runs its programs (``runner``); ``fits`` recognises its graph. A row in ``compiling/kinds.py`` makes
-it known.
+(``random_call``), and what runs its programs (``runner``); ``fits`` recognises its graph. A row in ``staticllm/kinds.py``
+makes it known.
 """
 
 from __future__ import annotations

@@ -77,7 +77,13 @@ def command(
         found = jobs_in(model, options["device"], read_properties(options), CompileSteps(shown), check)
         jobs = {name: replace(job, target=elsewhere) for name, job in found.items()}
         if "" not in jobs:
-            manifests = _written_parts(jobs, Path(target), is_verified or bool(adapters))
+            if is_verified or adapters:
+                what = found.diagnosis.what(jobs[next(iter(jobs))].directory)
+                raise ConfigError(
+                    "--verify and --adapter are for models of text: leave them out; `staticllm verify MODEL` compares "
+                    + what
+                )
+            manifests = _written_parts(jobs, Path(target))
         else:
             manifests = {"": _written(jobs[""], Path(target), adapters, is_verified, shown)}
     if as_json:
@@ -107,20 +113,10 @@ def _written(
     return manifest
 
 
-def _written_parts(jobs: Mapping[str, LoadJob[Any]], target: Path, has_more: bool) -> dict[str, Manifest]:
-    """Write the sets of a model's parts into folders of their own in a new one, or nothing if one of them fails.
-
-    ``has_more``: adapters or a verification are wanted.
-
-    Raises:
-        ConfigError: neither is known for such a model.
-    """
+def _written_parts(jobs: Mapping[str, LoadJob[Any]], target: Path) -> dict[str, Manifest]:
+    """Write the sets of a model's parts into folders of their own in a new one, or nothing if one of them fails."""
     from staticllm.pipelines.loading.export import export_set
 
-    if has_more:
-        raise ConfigError(
-            "--verify and --adapter are for models of text: leave them out; `staticllm verify MODEL` compares a speech model"
-        )
     target.mkdir(exist_ok=True)
     try:
         return {name: export_set(job, target / name) for name, job in jobs.items()}
@@ -142,7 +138,7 @@ def _target(model: str, given: str) -> str:
         raise click.UsageError(
             f"--export-blob {given} names a model: give it first, staticllm compile {given} --export-blob"
         )
-    directory = Path(model_directory(model, takes_speech=True))
+    directory = Path(model_directory(model, takes_parts=True))
     if directory == demo_model_path():
         beside = Path("demo_model.blob")
     elif directory.is_file():

@@ -14,7 +14,7 @@ from staticllm.model_dir import demo_model_path
 from staticllm.model_paths.arguments import expanded, is_model_name, is_path
 from staticllm.model_paths.hub_names import parse_hub_name
 from staticllm.model_paths.path_kind import path_kind
-from staticllm.model_paths.path_kinds import HUB_NAME, SPEECH
+from staticllm.model_paths.path_kinds import HUB_NAME
 
 IN_QUOTES = "put a prompt of several words in quotes"
 AS_PROMPT = "if it is a prompt, pipe it into the command, or give it after -m MODEL"
@@ -66,12 +66,12 @@ def one_model(argument: str | None, named: str | None) -> str | None:
     return argument if named is None else named
 
 
-def model_directory(path: str | None, hint: str = "", takes_speech: bool = False) -> str:
+def model_directory(path: str | None, hint: str = "", takes_parts: bool = False) -> str:
     """Return the model directory for ``path``: the directory itself, the folder of the file, or the demo model for None.
 
     A name on Hugging Face is downloaded if it is not in the cache.
 
-    ``takes_speech``: a speech model is one too. ``hint`` is added to the message about a path that does not exist.
+    ``takes_parts``: a model in several graphs is one too. ``hint`` is added to the message about a path that does not exist.
 
     Raises:
         ModelError: there is no OpenVINO model; the message says what is there and which command helps.
@@ -79,7 +79,7 @@ def model_directory(path: str | None, hint: str = "", takes_speech: bool = False
     if path is None:
         return str(demo_model_path())
     found = brought(expanded(path), hint)
-    if not found.is_loadable and not (takes_speech and found.kind is SPEECH):
+    if not found.is_loadable and not (takes_parts and found.kind.has_parts):
         raise ModelError(found.problem + (hint if found.kind.name == "missing" else ""))
     return str(found.directory)
 

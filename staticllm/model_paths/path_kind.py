@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from staticllm.errors import shown
+from staticllm.kinds import kind_of_files
 from staticllm.model_paths import path_kinds as kinds
 from staticllm.model_paths.hub_names import ARCHIVES, FILE_ENDINGS, WEIGHTS, parse_hub_name
 from staticllm.model_paths.path_kinds import PathKind
@@ -32,6 +33,7 @@ _DEPTH = 3
 """Folders below a given one that are searched: models--owner--name/snapshots/revision of a Hugging Face cache."""
 _COMPANION = re.compile(r"mmproj|imatrix", re.IGNORECASE)
 """Parts of names of GGUF files that lie beside that of a language model."""
+_ENCODER_DECODER = re.compile(r"openvino_(en|de)coder(_with_past)?_model\.xml")
 _SPLIT = re.compile(r"-00001-of-\d+")
 
 
@@ -277,9 +279,10 @@ def _several_parts(folder: _Folder) -> _Found | None:
     if LANGUAGE_XML in folder.files:
         takes_ids = folder.mentions(LANGUAGE_XML, b'"input_ids"')
         return _Found(kinds.LANGUAGE_PART if takes_ids else kinds.IMAGES)
-    if any(re.fullmatch(r"openvino_(en|de)coder(_with_past)?_model\.xml", name) for name in folder.files):
-        return _Found(kinds.SPEECH if "preprocessor_config.json" in folder.files else kinds.TRANSLATION)
-    return None
+    if (known := kind_of_files(folder.files)) is not None and known.files is not None:
+        return _Found(PathKind(known.name, known.files.what, known.files.remedy, has_parts=True))
+    is_translation = any(_ENCODER_DECODER.fullmatch(name) for name in folder.files)
+    return _Found(kinds.TRANSLATION) if is_translation else None
 
 
 def _blob_set(folder: _Folder) -> _Found | None:

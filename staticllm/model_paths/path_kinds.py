@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-KindName = Literal[
-    "openvino", "no tokenizer", "other openvino", "tokenizer", "images", "speech", "translation", "drawing",
-    "gguf", "hugging face", "adapter", "adapter as pickle", "ctranslate2", "onnx", "blob", "blob set", "cache",
-    "archive", "git-lfs", "several", "subfolder", "empty", "missing", "file", "nothing",
-]  # fmt: skip
 EXPORT = "staticllm export {model} {out}"
 EXPORT_ORIGINAL = "staticllm export ORIGINAL {out}"
 EXPORT_OTHER = "optimum-cli export openvino --model {model} --task {task} --weight-format int8 {out}"
@@ -22,12 +16,14 @@ class PathKind:
     """One kind of path. ``what`` is a predicate (``holds a GGUF model``), ``remedy`` the one command or step that helps.
 
     Both may name ``{model}`` (the path, quoted for a shell), ``{out}`` (a folder for what a command writes), ``{task}`` (of
-    an export) and ``{found}`` (the names that decided). Only ``OPENVINO`` and ``GGUF`` can be loaded.
+    an export) and ``{found}`` (the names that decided). Only ``OPENVINO`` and ``GGUF`` can be loaded, and models in parts
+    (``has_parts``) by what is for the kind of this ``name``.
     """
 
-    name: KindName
+    name: str
     what: str
     remedy: str = ""
+    has_parts: bool = False
 
 
 OPENVINO = PathKind("openvino", "holds an OpenVINO model")
@@ -52,11 +48,6 @@ LANGUAGE_PART = PathKind(
     "images",
     "holds a model for images and text, whose language model takes token ids",
     "for text alone rename openvino_language_model.xml and .bin to openvino_model.xml and .bin",
-)
-SPEECH = PathKind(
-    "speech",
-    "holds a speech model (encoder and decoder)",
-    "load it with StaticWhisperPipeline, or give it to `staticllm transcribe FILE -m {model}` or `staticllm serve {model}`",
 )
 TRANSLATION = PathKind(
     "translation",

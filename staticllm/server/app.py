@@ -27,6 +27,7 @@ from staticllm.server.http.errors import ApiError, json_response
 from staticllm.server.http.forms import Uploads
 from staticllm.server.http.lifecycle import LifecycleMiddleware
 from staticllm.server.http.limits import PathMiddleware
+from staticllm.server.models.kinds import served_kinds
 from staticllm.server.ollama import routes as ollama
 from staticllm.server.openai.chat import ChatRequest, chat_completions
 from staticllm.server.openai.completions import CompletionRequest, completions
@@ -89,7 +90,8 @@ def create_app(state: ServerState) -> FastAPI:
     app = FastAPI(
         title="staticllm", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=SCHEMA, redirect_slashes=False
     )
-    for path, kind, handler in POSTS:
+    posts = (*POSTS, *(post for kind in served_kinds().values() for post in kind.posts()))
+    for path, kind, handler in posts:
         app.add_api_route(
             path,
             endpoint(state, kind, handler),
@@ -119,7 +121,7 @@ def create_app(state: ServerState) -> FastAPI:
     )
     _add_heads(app)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    paths = [path for path, *_ in (*POSTS, *FORMS)] + [
+    paths = [path for path, *_ in (*posts, *FORMS)] + [
         *gets,
         SCHEMA,
         *ollama.REFUSED,

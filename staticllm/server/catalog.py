@@ -9,8 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from importlib.util import find_spec
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,13 @@ from starlette.responses import Response
 from staticllm.errors import ClosedError, ModelError, StaticLLMError
 from staticllm.model_dir import weights_of
 from staticllm.pipelines.conversation.formats import find_format, shows_tools
-from staticllm.pipelines.embedding.encoder_files import read_encoder_files
-from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.pipelines.generation.options.table import UNLIMITED
-from staticllm.pipelines.launch.arguments import read_tokenizer, read_tool_template, resolve_candidates
+from staticllm.pipelines.launch.arguments import read_tokenizer, read_tool_template
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.server.endpoint import Answer, bodiless
 from staticllm.server.http.errors import ApiError, json_response, model_missing
-from staticllm.server.models.kinds import SERVED
 from staticllm.server.models.model_options import options_of
-from staticllm.server.models.served import ModelSpec, ServedModel
+from staticllm.server.models.served import ModelSpec, ServedModel, kind_of
 from staticllm.server.settings import ServerSettings
 from staticllm.server.state import ServerState
 from staticllm.sources.converted import given_as
@@ -46,8 +42,6 @@ ARCHITECTURE = "openvino"
 """What clients get as the architecture of every model: nothing here depends on what a model is called."""
 _log = logging.getLogger("staticllm.server")
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "K"))
-TYPES = {"chat": "llm", "embedding": "embeddings"}
-"""LM Studio's names of our kinds. It has none for rerankers, and clients refuse lists with types that they do not know."""
 STATES = {"loaded": "loaded", "loading": "loading", "unloaded": "not-loaded"}
 FORMAT = "gguf"
 """Our models are not GGUF files, but Zed refuses lists with other formats than those that LM Studio runs."""
@@ -120,8 +114,8 @@ def facts_of(spec: ModelSpec) -> ModelFacts:
         ModelError: its files are not those that the server started with, and are damaged.
     """
     try:
-        graphs = [stamp_of(spec.path / name) for name in SERVED[spec.kind].model_files]
-        weights = [stamp_of(weights_of(spec.path, model_file=name)) for name in SERVED[spec.kind].model_files]
+        graphs = [stamp_of(spec.path / name) for name in kind_of(spec).model_files]
+        weights = [stamp_of(weights_of(spec.path, model_file=name)) for name in kind_of(spec).model_files]
         stamps = (*graphs, *weights)
         modified = max(content for _, content, _, _ in stamps)
         return _read(spec, (modified, sum(size for size, _, _, _ in weights), hash(stamps)))
@@ -132,7 +126,7 @@ def facts_of(spec: ModelSpec) -> ModelFacts:
 @lru_cache(64)
 def _read(spec: ModelSpec, stamp: tuple[int, int, int]) -> ModelFacts:
     """``stamp``: when its files were changed last, ns, the bytes of its weights, and what changes with any of its files."""
-    graphs = [read_regular(spec.path / name, MAX_XML) for name in SERVED[spec.kind].model_files]
+    graphs = [read_regular(spec.path / name, MAX_XML) for name in kind_of(spec).model_files]
     config = _config_of(spec.path)
     hidden = config.get("hidden_size")
     constants = [constant for xml in graphs for constant in read_ir(xml).constants.values()]
@@ -148,7 +142,7 @@ def _read(spec: ModelSpec, stamp: tuple[int, int, int]) -> ModelFacts:
         modified=stamp[0] / 1e9,
         hidden_size=hidden if type(hidden) is int and hidden > 0 else None,
         template=_template_of(spec),
-        tool_template=read_tool_template(spec.path) if spec.kind == "chat" else "",
+        tool_template=read_tool_template(spec.path) if kind_of(spec).has_chats else "",
     )
 
 
@@ -185,7 +179,7 @@ def _config_of(directory: Path) -> Mapping[str, object]:
 
 
 def _template_of(spec: ModelSpec) -> str:
-    if spec.kind != "chat":
+    if not kind_of(spec).has_chats:
         return ""
     try:
         return str(read_tokenizer(spec.path).chat_template or "")
@@ -227,29 +221,14 @@ def listed_facts(model: ServedModel) -> ModelFacts:
 
 def context_length(model: ServedModel, settings: ServerSettings) -> int | None:
     """Return the most tokens of a prompt with its answer, or of a text; None if that is known only once the model is loaded."""
-    spec = model.spec
     pipeline = model.pipeline
     try:
-        if isinstance(pipeline, StaticLLMPipeline):
-            return pipeline.config.max_seq_len
-        if spec.kind == "chat":
-            options = options_of(spec, settings)
-            return resolve_candidates(options.device, dict(options.properties), {})[0].config.max_seq_len
-        return None if spec.kind == "speech" else _text_length(model, settings)
+        if pipeline is not None:
+            return model.kind.max_len(pipeline)
+        options = options_of(model.spec, settings)
+        return model.kind.planned_len(model.spec.path, options.device, options.properties)
     except StaticLLMError:
         return None
-
-
-def _text_length(model: ServedModel, settings: ServerSettings) -> int | None:
-    """Return the most tokens of a text of an encoder.
-
-    Raises:
-        StaticLLMError: its files are gone or damaged.
-    """
-    if isinstance(model.pipeline, EncoderPipeline):
-        return model.pipeline.max_length
-    longest = options_of(model.spec, settings).properties.get("max_length")
-    return longest if type(longest) is int else read_encoder_files(model.spec.path).max_length
 
 
 def model_list(state: ServerState) -> dict[str, Any]:
@@ -258,10 +237,7 @@ def model_list(state: ServerState) -> dict[str, Any]:
 
 
 def describe(state: ServerState, model: ServedModel) -> dict[str, Any]:
-    """Return one model. ``status`` is ``loaded``, ``loading`` or ``unloaded``; ``max_model_len`` is known while it is loaded.
-
-    ``reads_files``: whether a speech model can be sent recordings, which other packages read.
-    """
+    """Return one model. ``status`` is ``loaded``, ``loading`` or ``unloaded``; ``max_model_len`` is known while it is loaded."""
     described: dict[str, Any] = {
         "id": model.spec.name,
         "object": "model",
@@ -270,24 +246,12 @@ def describe(state: ServerState, model: ServedModel) -> dict[str, Any]:
         "type": model.spec.kind,
         "status": state.hub.status(model),
     }
-    if model.pipeline is not None and model.spec.kind == "chat":
-        described["max_model_len"] = model.chat.config.max_seq_len
-    if model.spec.kind == "speech":
-        described["reads_files"] = can_read_files()
-    return described
-
-
-@cache
-def can_read_files() -> bool:
-    """Return whether the packages are there with which recordings arrive and are read."""
-    return all(find_spec(name) is not None for name in ("python_multipart", "soxr")) and any(
-        find_spec(name) is not None for name in ("soundfile", "av")
-    )
+    return {**described, **model.kind.described(model.pipeline)}
 
 
 def lm_studio_list(state: ServerState) -> dict[str, Any]:
     """Return all models. Reads their files; runs in a thread."""
-    listed = [lm_studio_model(state, model) for model in state.hub.models.values() if model.spec.kind in TYPES]
+    listed = [lm_studio_model(state, model) for model in state.hub.models.values() if model.kind.lm_studio_type]
     return {"object": "list", "data": listed}
 
 
@@ -298,7 +262,7 @@ def lm_studio_model(state: ServerState, model: ServedModel) -> dict[str, Any]:
     found: dict[str, Any] = {
         "id": model.spec.name,
         "object": "model",
-        "type": TYPES.get(model.spec.kind, model.spec.kind),
+        "type": model.kind.lm_studio_type or model.spec.kind,
         "publisher": "local",
         "arch": ARCHITECTURE,
         "compatibility_type": FORMAT,

@@ -14,7 +14,7 @@ from msgspec import Meta
 from staticllm.errors import ConfigError, shown
 from staticllm.model_paths.arguments import expanded
 from staticllm.server.answers.asks import sampling_of
-from staticllm.server.models.served import ModelSpec, model_spec
+from staticllm.server.models.served import ModelSpec, kind_of, model_spec
 from staticllm.server.settings import ApiClient
 from staticllm.system.files import read_regular
 from staticllm.system.typed import typed
@@ -55,7 +55,7 @@ class ModelEntry:
         """
         spec = replace(model_spec(self.argument), device=self.device, properties=self.options)
         own = [name for name in ("system", "sampling") if getattr(self, name)]
-        if own and spec.kind != "chat":
+        if own and not kind_of(spec).has_chats:
             raise ConfigError(f"{own[0]} of {spec.name!r}: it is no chat model, leave {own[0]} out")
         return replace(spec, system=self.system, sampling=sampling_of(self.sampling))
 

@@ -19,7 +19,7 @@ from staticllm.server.http.errors import SERVER, ApiError, busy, model_missing
 from staticllm.server.models.admission import Admission, AdmissionLimits
 from staticllm.server.models.device_engines import DeviceEngines
 from staticllm.server.models.homes import ModelHome, WorkerHome
-from staticllm.server.models.kinds import SERVED, Pipeline
+from staticllm.server.models.kinds import Pipeline, served_kinds
 from staticllm.server.models.model_options import options_of
 from staticllm.server.models.served import UNLOADED, Loaded, Loading, LoadPipeline, ModelSpec, ServedModel
 from staticllm.server.models.tenants import TenantShares
@@ -95,14 +95,16 @@ class ModelHub:
             model = next((each for each in self.models.values() if each.spec.kind == kind), None)
             if model is None:
                 raise ApiError(
-                    404, f"{SERVED[kind].what} is not served: the models are {self._listed()}", code="model_not_found"
+                    404,
+                    f"{served_kinds()[kind].what} is not served: the models are {self._listed()}",
+                    code="model_not_found",
                 )
             return model
         model = self.named(name)
         if model.spec.kind != kind:
             raise ApiError(
                 400,
-                f"The model {name!r} is {model.kind.what}, this endpoint needs {SERVED[kind].what}",
+                f"The model {name!r} is {model.kind.what}, this endpoint needs {served_kinds()[kind].what}",
                 param="model",
                 code="wrong_model_kind",
             )

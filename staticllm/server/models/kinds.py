@@ -1,10 +1,12 @@
-"""The kinds of models that are served: one row each in ``SERVED``, which says how such a model is loaded."""
+"""How models of each kind are loaded and shown by the server. The rows of ``staticllm/kinds.py`` name these."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -14,12 +16,13 @@ from staticllm.compiler_passes.model_kind import SCORES, check_kind, kind_of
 from staticllm.core import OnProgress
 from staticllm.devices import check_device, default_mode, get_core, is_present, known_properties, named_devices
 from staticllm.errors import ModelError, StaticLLMError
+from staticllm.kinds import KINDS
 from staticllm.model_dir import read_model
 from staticllm.model_paths.path_kind import MODEL_XML
-from staticllm.model_paths.path_kinds import SPEECH
 from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
 from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
 from staticllm.pipelines.embedding.embedding_config import resolved_config
+from staticllm.pipelines.embedding.encoder_files import read_encoder_files
 from staticllm.pipelines.embedding.encoder_job import OF_DECODERS, encoder_config
 from staticllm.pipelines.embedding.encoder_job import OPTIONS as ENCODER_OPTIONS
 from staticllm.pipelines.embedding.encoder_kind import EncoderKind
@@ -87,6 +90,42 @@ class ServedKind(ABC):
     needs_tokenizer: ClassVar[bool] = True
     model_files: ClassVar[tuple[str, ...]] = (MODEL_XML,)
     """The IRs in the directory of such a model."""
+    has_chats: ClassVar[bool] = False
+    """Whether it has a template of chats, and options of sampling."""
+    runs_in_clusters: ClassVar[bool] = True
+
+    @property
+    def capability(self) -> str:
+        """What it can do, in Ollama's words."""
+        return self.name
+
+    @property
+    def lm_studio_type(self) -> str | None:
+        """LM Studio's name of it; None without one: clients refuse lists with types that they do not know."""
+        return None
+
+    def posts(self) -> Sequence[tuple[str, type[Any], Callable[..., Any]]]:
+        """Return the endpoints that it needs beside those of the APIs: path, fields of the body, handler."""
+        return ()
+
+    def described(self, pipeline: Any) -> dict[str, Any]:
+        """Return its own fields in ``/v1/models``. ``pipeline``: None unless it is loaded."""
+        del pipeline
+        return {}
+
+    def max_len(self, pipeline: Any) -> int | None:
+        """Return the most tokens of a prompt with its answer, or of a text; None if that has no limit that clients know."""
+        del pipeline
+        return None
+
+    def planned_len(self, path: Path, device: str, properties: Mapping[str, object]) -> int | None:
+        """Return the same for a model that is not loaded.
+
+        Raises:
+            StaticLLMError: its files are gone or damaged.
+        """
+        del path, device, properties
+        return None
 
     def check(self, directory: Path) -> Path:
         """Return the directory of a model of this kind.
@@ -155,6 +194,19 @@ class ChatKind(ServedKind):
     """Decoders."""
 
     has_engine = True
+    has_chats = True
+    capability = "completion"
+    lm_studio_type = "llm"
+
+    def described(self, pipeline: StaticLLMPipeline | None) -> dict[str, Any]:
+        return {} if pipeline is None else {"max_model_len": pipeline.config.max_seq_len}
+
+    def max_len(self, pipeline: StaticLLMPipeline) -> int | None:
+        return pipeline.config.max_seq_len
+
+    def planned_len(self, path: Path, device: str, properties: Mapping[str, object]) -> int | None:
+        del path
+        return resolve_candidates(device, dict(properties), {})[0].config.max_seq_len
 
     def fits(self, model: ov.Model, directory: Path) -> bool:
         return DecoderKind.fits(model, directory)
@@ -189,9 +241,21 @@ class SpeechKind(ServedKind):
 
     has_engine = True
     model_files = (ENCODER, DECODER)
+    runs_in_clusters = False
+    capability = "transcription"
+
+    def described(self, pipeline: object) -> dict[str, Any]:
+        """Return whether it can be sent recordings, which other packages read."""
+        del pipeline
+        return {"reads_files": can_read_files()}
 
     def check(self, directory: Path) -> Path:
-        return speech_files(directory).directory
+        found = speech_files(directory).directory
+        if not self.fits(read_model(get_core(), found, model_file=ENCODER), found):
+            raise ModelError(
+                f"{str(found)!r} is no speech model: {ENCODER} reads no features of sound; export it again"
+            )
+        return found
 
     def fits(self, model: ov.Model, directory: Path) -> bool:
         """Return whether the model is an encoder of sounds, with a decoder beside it that sees its output."""
@@ -242,6 +306,18 @@ class EncoderServed(ServedKind):
     has_scores: bool
     options: tuple[str, ...] = ("overflow", "max_waiting")
 
+    @property
+    def lm_studio_type(self) -> str | None:
+        return None if self.has_scores else "embeddings"
+
+    def max_len(self, pipeline: EncoderPipeline) -> int | None:
+        return pipeline.max_length
+
+    def planned_len(self, path: Path, device: str, properties: Mapping[str, object]) -> int | None:
+        del device
+        longest = properties.get("max_length")
+        return longest if type(longest) is int else read_encoder_files(path).max_length
+
     def fits(self, model: ov.Model, directory: Path) -> bool:
         return EncoderKind.fits(model, directory) and (kind_of(model) is SCORES) == self.has_scores
 
@@ -281,18 +357,17 @@ class EncoderServed(ServedKind):
         return pipeline.is_usable
 
 
-SERVED: dict[str, ServedKind] = {
-    kind.name: kind
-    for kind in (
-        EncoderServed("embedding", "an embedding model", StaticEmbeddingPipeline, has_scores=False),
-        EncoderServed(
-            "rerank", "a reranker", StaticRerankPipeline, True, (*EncoderServed.options, "activation", "score_words")
-        ),
-        ChatKind("chat", "a chat model"),
-        SpeechKind("speech", "a speech model"),
-    )
-}
-"""By name. A model is of the first kind that fits."""
+EMBEDDING = EncoderServed("embedding", "an embedding model", StaticEmbeddingPipeline, has_scores=False)
+RERANK = EncoderServed(
+    "rerank", "a reranker", StaticRerankPipeline, True, (*EncoderServed.options, "activation", "score_words")
+)
+CHAT = ChatKind("chat", "a chat model")
+SPEECH = SpeechKind("speech", "a speech model")
+
+
+def served_kinds() -> dict[str, ServedKind]:
+    """Return the kinds that are served, by name. A model is of the first kind that fits."""
+    return {kind.name: kind for known in KINDS.values() for kind in known.served_kinds}
 
 
 def found_model(path: str) -> tuple[Path, str]:
@@ -302,17 +377,11 @@ def found_model(path: str) -> tuple[Path, str]:
         ModelError: there is none, none of the kinds fits, or a file is missing or damaged.
     """
     found = located(path)
-    if found.kind is not SPEECH:
-        directory = check_model_dir(path, False)
-        name = served_kind(directory)
-        return SERVED[name].check(directory), name
-    kind = SERVED["speech"]
-    directory = kind.check(found.directory)
-    if not kind.fits(read_model(get_core(), directory, model_file=ENCODER), directory):
-        raise ModelError(
-            f"{str(directory)!r} is no speech model: {ENCODER} reads no features of sound; export it again"
-        )
-    return directory, kind.name
+    if found.kind.has_parts and (in_parts := KINDS[found.kind.name].served_kinds):
+        return in_parts[0].check(found.directory), in_parts[0].name
+    directory = check_model_dir(path, False)
+    name = served_kind(directory)
+    return served_kinds()[name].check(directory), name
 
 
 def served_kind(directory: Path) -> str:
@@ -322,10 +391,18 @@ def served_kind(directory: Path) -> str:
         ModelError: none fits, or a file is damaged.
     """
     model = read_model(get_core(), directory)
-    name = next((kind.name for kind in SERVED.values() if kind.fits(model, directory)), None)
+    name = next((kind.name for kind in served_kinds().values() if kind.fits(model, directory)), None)
     if name is None:
         check_kind(model, directory, "decoder")
     return name or "chat"
+
+
+@cache
+def can_read_files() -> bool:
+    """Return whether the packages are there with which recordings arrive and are read."""
+    return all(find_spec(name) is not None for name in ("python_multipart", "soxr")) and any(
+        find_spec(name) is not None for name in ("soundfile", "av")
+    )
 
 
 def estimated_size(kind: ServedKind, path: Path, device: str, properties: Mapping[str, object]) -> int:

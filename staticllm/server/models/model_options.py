@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from staticllm.errors import ConfigError, DeviceError, shown
-from staticllm.server.models.kinds import SERVED
-from staticllm.server.models.served import ModelSpec
+from staticllm.server.models.kinds import served_kinds
+from staticllm.server.models.served import ModelSpec, kind_of
 from staticllm.server.settings import WORK_CLASSES, ServerSettings
 
 
@@ -27,8 +27,8 @@ def options_of(spec: ModelSpec, settings: ServerSettings) -> ModelOptions:
     A name that no kind knows is kept, so that loading refuses it.
     """
     device = spec.device or settings.device
-    known = SERVED[spec.kind].option_names(device)
-    foreign = frozenset[str]().union(*(kind.option_names(device) for kind in SERVED.values())) - known
+    known = kind_of(spec).option_names(device)
+    foreign = frozenset[str]().union(*(kind.option_names(device) for kind in served_kinds().values())) - known
     common = {name: value for name, value in settings.properties.items() if name not in foreign}
     return ModelOptions(device, {**common, **spec.properties})
 
@@ -40,12 +40,12 @@ def check_options(specs: Sequence[ModelSpec], settings: ServerSettings) -> None:
         ConfigError: a model does not know an option of its own, none knows one that is for all, or a value is impossible.
     """
     for name, value in settings.properties.items():
-        if not any(name in SERVED[spec.kind].option_names(spec.device or settings.device) for spec in specs):
+        if not any(name in kind_of(spec).option_names(spec.device or settings.device) for spec in specs):
             raise _unknown_to_all(specs, settings, {name: value})
     for spec in specs:
         found = options_of(spec, settings)
         try:
-            SERVED[spec.kind].check_options(found.device, found.properties)
+            kind_of(spec).check_options(found.device, found.properties)
         except DeviceError:  # loading says so, when the model is asked for
             continue
         except ConfigError as error:
@@ -57,7 +57,7 @@ def _unknown_to_all(specs: Sequence[ModelSpec], settings: ServerSettings, option
     reasons = []
     for spec in specs:
         try:
-            SERVED[spec.kind].check_options(spec.device or settings.device, option)
+            kind_of(spec).check_options(spec.device or settings.device, option)
         except (ConfigError, DeviceError) as error:
             reasons.append(str(error))
     near = [reason for reason in reasons if "did you mean" in reason]

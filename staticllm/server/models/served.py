@@ -26,7 +26,7 @@ from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline
 from staticllm.server.models.admission import Admission
 from staticllm.server.models.device_engines import DeviceEngine, DeviceEngines
 from staticllm.server.models.homes import ModelHome
-from staticllm.server.models.kinds import SERVED, Pipeline, ServedKind, Wanted, estimated_size, found_model
+from staticllm.server.models.kinds import Pipeline, ServedKind, Wanted, estimated_size, found_model, served_kinds
 from staticllm.sources.hub import located
 
 LoadPipeline: TypeAlias = Callable[..., Pipeline]
@@ -36,7 +36,7 @@ DEMO_NAME = "demo"
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model that is served: the name that clients use, its directory, and its kind, one of ``SERVED``.
+    """A model that is served: the name that clients use, its directory, and its kind, one of ``served_kinds``.
 
     ``device`` and ``properties`` are its own options; None and no properties for those of the server. ``work_class``: that of
     requests that do not say it; None for reactive. ``system``: the system message of conversations without one; None for none.
@@ -74,6 +74,11 @@ def model_spec(argument: str) -> ModelSpec:
     if not name.strip():
         raise ConfigError(f"{argument!r}: a model is NAME=PATH or PATH")
     return ModelSpec(name, *found_model(expanded(path)))  # shells leave the ~ of NAME=~/folder as it is
+
+
+def kind_of(spec: ModelSpec) -> ServedKind:
+    """Return what kind of model it is."""
+    return served_kinds()[spec.kind]
 
 
 def demo_spec() -> ModelSpec:
@@ -147,7 +152,7 @@ class ServedModel:
     @property
     def kind(self) -> ServedKind:
         """What kind of model it is."""
-        return SERVED[self.spec.kind]
+        return kind_of(self.spec)
 
     def become(self, state: Unloaded | Loading | Loaded) -> None:
         """Change the state. A model that begins to load forgets what its last client said."""
@@ -323,6 +328,4 @@ def load_pipeline(
     Raises:
         StaticLLMError: it cannot be loaded.
     """
-    return SERVED[spec.kind].load(
-        Wanted(spec.path, device, properties, on_progress, daemon, is_apart, spec.name, engines)
-    )
+    return kind_of(spec).load(Wanted(spec.path, device, properties, on_progress, daemon, is_apart, spec.name, engines))

@@ -30,7 +30,6 @@ from staticllm.server.ollama.fields import (
 from staticllm.server.ollama.generation import chat, generate
 from staticllm.server.state import ServerState
 
-CAPABILITIES = {"chat": "completion", "embedding": "embedding", "rerank": "rerank", "speech": "transcription"}
 API_VERSION = "0.13.0"
 """The version of Ollama whose API these endpoints follow: clients refuse older ones."""
 REFUSED = ("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/blobs/{digest}")
@@ -92,7 +91,7 @@ async def show(call: ApiCall, body: OllamaShowRequest) -> Response:
 
 def capabilities(model: ServedModel, facts: ModelFacts) -> list[str]:
     """Return what a model can do, in Ollama's words."""
-    found = [CAPABILITIES.get(model.spec.kind, model.spec.kind)]
+    found = [model.kind.capability]
     return found + ["tools"] * facts.has_tools + ["thinking"] * facts.has_reasoning
 
 

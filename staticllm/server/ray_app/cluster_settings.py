@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from staticllm.errors import ConfigError
-from staticllm.server.models.served import ModelSpec, demo_spec, model_spec
+from staticllm.server.models.served import ModelSpec, demo_spec, kind_of, model_spec
 from staticllm.server.settings import ServerSettings
 
 
@@ -77,12 +77,12 @@ class ClusterSettings(BaseModel):
         """Return the served models.
 
         Raises:
-            StaticLLMError: the directory of one is missing on this machine, holds no model, or one of speech.
+            StaticLLMError: the directory of one is missing on this machine, holds no model, or one that a cluster does not serve.
         """
         found = [model_spec(model) for model in self.models] or [demo_spec()]
-        if speech := next((spec for spec in found if spec.kind == "speech"), None):
+        if other := next((spec for spec in found if not kind_of(spec).runs_in_clusters), None):
             raise ConfigError(
-                f"{speech.name!r} is a speech model, which a cluster does not serve: serve it on one machine"
+                f"{other.name!r} is {kind_of(other).what}, which a cluster does not serve: serve it on one machine"
             )
         return found
 

@@ -1,111 +1,69 @@
-"""Tests that a new kind of model is three functions: a tiny encoder of sound is compiled, stored, imported and measured."""
+"""Tests that a new kind of model is one registration: a tiny encoder of sound is compiled, stored, measured and served.
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+The second kind, of echoes, is a model in two graphs.
+"""
+
+from dataclasses import replace
 
 import numpy as np
-import openvino as ov
 import pytest
 from click.testing import CliRunner
-from openvino import opset13 as ops
+from support.models.sound_kind import BANDS, WEIGHTS, WIDTH, SoundKind, SoundVariant, written
 
 from staticllm.cli import cli
-from staticllm.compiler_passes.compiling.compile import CompilePlan
-from staticllm.compiler_passes.compiling.kinds import KINDS, register
 from staticllm.config import StaticLLMConfig
-from staticllm.core import Size
+from staticllm.core import SourceSpec
+from staticllm.devices import check_device
 from staticllm.errors import BlobError
-from staticllm.pipelines.costs.model import CostModel
+from staticllm.kinds import KINDS, FilesInParts, KnownKind, register
+from staticllm.model_paths.path_kind import path_kind
+from staticllm.pipelines.diagnostics.diagnosis import Diagnosis, Jobs, Trial
 from staticllm.pipelines.diagnostics.kinds import diagnosis_of
 from staticllm.pipelines.loading.export import export_set
-from staticllm.pipelines.loading.kind import LoadJob, ProgramKind
+from staticllm.pipelines.loading.kind import LoadJob
 from staticllm.pipelines.loading.load import load_job
-from staticllm.pipelines.programs.bind import BoundRequest
-
-BANDS, WIDTH = 8, 4
-WEIGHTS = np.random.default_rng(1).standard_normal((WIDTH, BANDS), np.float32)
 
 
-@dataclass(frozen=True, order=True)
-class SoundVariant:
-    rows: Size
-    phase: ClassVar[str] = "encode"
+class SoundDiagnosis(Diagnosis):
+    needs_tokenizer = False
 
 
-@dataclass(frozen=True)
-class SoundShape:
-    bands: Size
-    width: Size
+class EchoDiagnosis(Diagnosis):
+    """The questions about a model in two graphs: both are sound models."""
+
+    def jobs(self, directory, device, properties, on_progress=lambda event: None, check=check_device):
+        files = (f"echo_{part}.xml" for part in ("near", "far"))
+        configs = (StaticLLMConfig(sources=SourceSpec(file, 1, 1)) for file in files)
+        jobs = (LoadJob(SoundKind(), directory, device, config, on_progress) for config in configs)
+        return Jobs(self, dict(zip(("near", "far"), jobs, strict=True)))
+
+    def what(self, directory):
+        return "an echo model"
+
+    def try_model(self, directory, device, on_progress):
+        for job in self.jobs(directory, device, {}, on_progress).values():
+            self.try_out(job)
+        return Trial(" in two parts")
 
 
-@dataclass(frozen=True)
-class LoweredSound:
-    model: ov.Model
-    shape: SoundShape
-    reports: tuple = ()
-
-    def specialise(self, variant, is_static=True):
-        return self.share((variant,))
-
-    def share(self, variants):
-        model = self.model.clone()
-        model.reshape([1, self.shape.bands, ov.Dimension(min(variants).rows, max(variants).rows)])
-        return model
-
-
-class SoundRunner:
-    def __init__(self, programs):
-        self.sizes, self.programs = programs.shape, programs.compiled
-        self.costs = CostModel(programs.costs)
-        for variant in sorted(self.programs):
-            self.costs.set(variant, self._bound(variant, np.zeros((1, BANDS, variant.rows), np.float32))[1])
-
-    def run(self, frames):
-        variant = min(each for each in self.programs if each.rows >= frames.shape[1])
-        padded = np.pad(frames[None], ((0, 0), (0, 0), (0, variant.rows - frames.shape[1])))
-        return self._bound(variant, padded)[0]
-
-    def _bound(self, variant, frames):
-        found = np.zeros((1, self.sizes.width), np.float32)
-        ports = {"frames": ov.Tensor(frames, shared_memory=True), "features": ov.Tensor(found, shared_memory=True)}
-        return found[0], BoundRequest(self.programs[variant], ports).run()
-
-
-@dataclass(frozen=True)
-class SoundKind(ProgramKind):
-    sizes: tuple = (16, 64)
-    name = "sound model"
-    variant, shape = SoundVariant, SoundShape
-
-    @classmethod
-    def fits(cls, model, directory):
-        return "frames" in {port.get_any_name() for port in model.inputs}
-
-    def lower(self, job, source, start):
-        lowered = LoweredSound(source.model, SoundShape(BANDS, WIDTH))
-        return CompilePlan(lowered, self.options(job), tuple(map(SoundVariant, self.sizes)), source.weights)
-
-    def random_call(self, programs, variant):
-        return {"frames": np.random.default_rng(0).standard_normal((1, BANDS, variant.rows), np.float32)}
-
-    def runner(self, job, programs, memory, planned=()):
-        return SoundRunner(programs)
-
-    def choices(self, job):
-        return {"sizes": list(self.sizes)}
+@pytest.fixture(autouse=True)
+def kinds():
+    files = FilesInParts((r"echo_(near|far)\.xml", r"echo\.json"), "holds an echo model", "shout at {model}")
+    own = (
+        KnownKind(SoundKind.name, "SoundPipeline", SoundKind, SoundDiagnosis),
+        KnownKind("echo model", "EchoPipeline", diagnosis=EchoDiagnosis, files=files),
+    )
+    for kind in own:
+        register(kind)
+    yield
+    for kind in own:
+        del KINDS[kind.name]
 
 
 @pytest.fixture
 def job(tmp_path):
-    register(SoundKind.name, SoundKind, "SoundPipeline")
-    frames = ops.parameter([1, BANDS, -1], np.float32)
-    summed = ops.reduce_sum(ops.tanh(ops.matmul(ops.constant(WEIGHTS), frames, False, False)), np.array([2]))
-    summed.output(0).set_names({"features"})
-    frames.output(0).set_names({"frames"})
-    (folder := tmp_path / "model").mkdir()
-    ov.save_model(ov.Model([summed], [frames]), str(folder / "openvino_model.xml"), compress_to_fp16=False)
-    yield LoadJob(SoundKind(), folder, "CPU", StaticLLMConfig(), lambda event: None)
-    del KINDS[SoundKind.name]
+    folder = written(tmp_path / "model", "openvino_model.xml")
+    return LoadJob(SoundKind(), folder, "CPU", StaticLLMConfig(), lambda event: None)
 
 
 @pytest.mark.parametrize("programs", ["separate", "shared"])
@@ -148,3 +106,30 @@ def test_a_third_kind_goes_through_the_commands_and_questions(job, tmp_path):
     assert [bool(each.seconds) for each in diagnosis.measure(job).variants] == [True] * 2
     assert [each.is_ok for each in diagnosis.verdicts(job, ("separate", "shared"))] == [True] * 4
     assert diagnosis.agreement(job).is_ok
+
+
+def test_a_third_kind_is_examined(job):
+    result = CliRunner().invoke(cli, ["doctor", "-m", str(job.directory), "--device", "CPU"])
+    assert "a sound model, loaded and run on CPU" in result.output, result.output
+
+
+def test_a_kind_in_parts_goes_through_the_commands(tmp_path):
+    written(folder := tmp_path / "echo", "echo_near.xml")
+    assert path_kind(folder).kind.name == "other openvino", "one of its files is missing"
+    written(folder, "echo_far.xml")
+    (folder / "echo.json").write_text("{}")
+    assert path_kind(folder).problem == f"{str(folder)!r} holds an echo model: shout at {folder}"
+    for arguments, text in {
+        ("inspect",): "== near",
+        ("plan",): "== far",
+        ("verify",): "the same as the original",
+        ("compile", "--export-blob", str(tmp_path / "set")): f"in {tmp_path / 'set' / 'far'}",
+        ("doctor",): "complete, an echo model, loaded and run on CPU",
+    }.items():
+        result = CliRunner().invoke(cli, [arguments[0], str(folder), *arguments[1:]])
+        assert text in result.output, result.output
+        assert result.exit_code == 0, result.output
+    refused = CliRunner().invoke(cli, ["compile", str(folder), "--verify", "--export-blob", str(tmp_path / "other")])
+    assert "`staticllm verify MODEL` compares an echo model" in refused.output
+    result = CliRunner().invoke(cli, ["bench", str(folder)])
+    assert "shout at" in result.output

@@ -12,7 +12,7 @@ from support.models.whisper_directory import sound, wav, write_whisper
 from support.server.browsers import tab_of
 from support.server.served import serving
 
-from staticllm.server import catalog
+from staticllm.server.models import kinds
 from staticllm.server.models.served import demo_spec, model_spec
 
 pytest.importorskip("playwright")
@@ -81,8 +81,8 @@ def test_without_a_speech_model_there_is_no_button(browser):
 
 @pytest.mark.parametrize("package", ["python_multipart", "soxr"])
 def test_without_the_packages_that_read_recordings_there_is_no_button(served, browser, monkeypatch, package):
-    monkeypatch.setattr(catalog, "find_spec", lambda name: None if name == package else find_spec(name))
-    catalog.can_read_files.cache_clear()
+    monkeypatch.setattr(kinds, "find_spec", lambda name: None if name == package else find_spec(name))
+    kinds.can_read_files.cache_clear()
     try:
         listed = httpx.get(served.url + "/v1/models", timeout=60).json()["data"]
         assert [each["reads_files"] for each in listed if each["type"] == "speech"] == [False]
@@ -91,4 +91,4 @@ def test_without_the_packages_that_read_recordings_there_is_no_button(served, br
             tab.page.wait_for_function("() => document.getElementById('model').options.length > 0")
             assert not tab.page.locator("#dictate").is_visible()
     finally:
-        catalog.can_read_files.cache_clear()
+        kinds.can_read_files.cache_clear()
