@@ -1,7 +1,8 @@
 """What a transcription may be asked for: ``WhisperGenerationConfig``, and how a call's options are read and checked.
 
 The options that Whisper shares with text generation are those of ``generation/options``: GenAI's class is derived from its
-``GenerationConfig``, so ``resolve`` reads and checks them. This module adds Whisper's own, one row each in ``_CHECKS``.
+``GenerationConfig``, so ``resolve`` reads and checks them. This module adds Whisper's own: a field of
+``WhisperTokens``, ``WhisperOptions`` or ``FallBackParams`` says how it is read.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import difflib
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, cast
@@ -31,6 +32,7 @@ from ..generation.options.resolve import (
     unreadable_field,
 )
 from ..generation.options.resolve import NAMES as SHARED_NAMES
+from ..generation.options.table import Reading, read_by, readings
 
 Task: TypeAlias = Literal["transcribe", "translate"]
 TASKS: tuple[Task, ...] = ("transcribe", "translate")
@@ -43,354 +45,6 @@ NOT_FOR_SPEECH = (
     "best_of", "finish_grammar", "tools", "tool_choice", "parallel_tool_calls", "parse_tools", "extra_context", *KEYWORDS
 )  # fmt: skip
 """Options of text generation that no transcription has."""
-
-
-@dataclass(frozen=True)
-class WhisperTokens:
-    """The token ids that have a meaning for Whisper. The defaults are those of GenAI's class, of multilingual models.
-
-    ``languages`` maps codes as ``en`` to ids; it is empty for an English-only model.
-    """
-
-    decoder_start: int = 50258
-    pad: int = 50257
-    eos: int = 50257
-    translate: int = 50358
-    transcribe: int = 50359
-    prev_sot: int = 50361
-    no_timestamps: int = 50363
-    is_multilingual: bool = True
-    languages: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def no_speech(self) -> int:
-        """The token whose probability after ``<|startoftranscript|>`` is that of a window without speech."""
-        return self.no_timestamps - 1
-
-    @property
-    def timestamp_begin(self) -> int:
-        """The token of 0.00 s; all tokens from this one on are timestamps."""
-        return self.no_timestamps + 1
-
-
-@dataclass(frozen=True)
-class FallBackParams:
-    """When a window is decoded again at the next temperature, with the names of transformers and openai-whisper.
-
-    ``temperatures`` are tried in order; a single one means that nothing is decoded twice. A threshold of None has no effect.
-    """
-
-    temperatures: tuple[float, ...] = (0.0,)
-    compression_ratio_threshold: float | None = None
-    logprob_threshold: float | None = None
-    no_speech_threshold: float | None = None
-
-    @property
-    def finds_silence(self) -> bool:
-        """Whether windows without speech have no text."""
-        return self.no_speech_threshold is not None
-
-
-@dataclass(frozen=True)
-class WhisperOptions:
-    """The checked options of one transcription.
-
-    Attributes:
-        generation: The options that text generation has too.
-        tokens: The model's special tokens.
-        language: The code of the language that was asked for (``en``); None to detect it.
-        task: What is written: the speech's own language, or English.
-        return_timestamps: Whether results have chunks.
-        word_timestamps: Whether results have words.
-        alignment_heads: Layer and head of the cross-attention from which words get their times.
-        initial_prompt: Text before the first window; None without.
-        hotwords: Text before every window; None without.
-        suppress_tokens: Tokens that are never chosen.
-        begin_suppress_tokens: Tokens that are not chosen first.
-        max_initial_timestamp_index: The latest timestamp that a window can begin with, in steps of 0.02 s.
-        fall_back: When a window is decoded again.
-    """
-
-    generation: GenerationOptions
-    tokens: WhisperTokens
-    language: str | None = None
-    task: Task = "transcribe"
-    return_timestamps: bool = False
-    word_timestamps: bool = False
-    alignment_heads: tuple[tuple[int, int], ...] = ()
-    initial_prompt: str | None = None
-    hotwords: str | None = None
-    suppress_tokens: tuple[int, ...] = ()
-    begin_suppress_tokens: tuple[int, ...] = ()
-    max_initial_timestamp_index: int = 50
-    fall_back: FallBackParams = FallBackParams()
-
-    def check_ids(self, vocab_size: int) -> None:
-        """Raise ``GenerationConfigError`` if a token of the prompts is outside the vocabulary of the model."""
-        tokens = self.tokens
-        named = {"decoder_start_token_id": tokens.decoder_start, "no_timestamps_token_id": tokens.no_timestamps}
-        if self.initial_prompt is not None or self.hotwords is not None:
-            named["prev_sot_token_id"] = tokens.prev_sot
-        if tokens.is_multilingual:
-            named |= {"translate_token_id": tokens.translate, "transcribe_token_id": tokens.transcribe}
-            named |= {f"lang_to_id[{code!r}]": token for code, token in tokens.languages.items()}
-        for name, token in named.items():
-            if token >= vocab_size:
-                raise GenerationConfigError(
-                    f"{name}={token}: ids go from 0 to {vocab_size - 1}; begin with the model's own config "
-                    "(get_generation_config)"
-                )
-
-
-class WhisperGenerationConfig(genai.WhisperGenerationConfig):  # type: ignore[misc]
-    """GenAI's class of the same name, with transformers' options for windows that were transcribed badly.
-
-    Args:
-        json_path: A ``generation_config.json``, whose values are the defaults.
-        values: Fields. Unlike GenAI's class, this one refuses unknown names and impossible values.
-
-    Attributes:
-        temperatures: The temperatures at which a window is decoded, until its text passes the thresholds; ``()`` for
-            ``temperature`` alone. 0 is greedy decoding, or a beam search.
-        compression_ratio_threshold: The largest ratio to which zlib compresses good tokens; more means repetitions.
-        logprob_threshold: The least mean log-probability of the tokens of good text.
-        no_speech_threshold: The probability of no speech from which bad text is taken for silence.
-
-    Raises:
-        ModelError: the file cannot be read.
-        GenerationConfigError: a field of the file, or one of ``values``, is unknown or has an impossible value.
-    """
-
-    temperatures: tuple[float, ...]
-    compression_ratio_threshold: float | None
-    logprob_threshold: float | None
-    no_speech_threshold: float | None
-
-    def __init__(self, json_path: str | os.PathLike[str] | None = None, **values: object) -> None:
-        if json_path is None:
-            super().__init__()
-        else:
-            _read_as_genai(super().__init__, Path(json_path))
-        for name, value in _OWN_DEFAULTS.items():
-            setattr(self, name, value)
-        self.update_generation_config(**({} if json_path is None else _own_fields(Path(json_path))))
-        self.update_generation_config(**values)
-
-    def update_generation_config(self, **values: object) -> None:
-        """Set fields by name.
-
-        Raises:
-            GenerationConfigError: a name is unknown, or a value is impossible; no field was changed.
-        """
-        values = checked_names(values)
-        checked = {name: _CHECKS[name](name, value) for name, value in values.items() if name in _CHECKS}
-        shared = {name: value for name, value in values.items() if name not in _CHECKS}
-        if extra := [name for name in shared if name not in SHARED_NAMES]:
-            raise GenerationConfigError(f"{extra[0]} is no field of a config: pass it to generate")
-        resolve(copy_config(self), shared)
-        for name, value in {**checked, **shared}.items():
-            setattr(self, name, value)
-
-    def validate(self) -> None:
-        """Check all fields together.
-
-        Raises:
-            GenerationConfigError: fields contradict each other or the model; the message names them.
-        """
-        whisper_options(self, {})
-
-
-def _read_as_genai(read: Callable[[Path], None], path: Path) -> None:
-    try:
-        read(path)
-    except RuntimeError as error:
-        wrong = ""
-        if path.is_file():
-            wrong = unreadable_field(_text(path)) or _wrong_field(path)
-        if wrong:
-            raise GenerationConfigError(f"{str(path)!r}: {wrong}; correct it in this file") from None
-        raise ModelError(f"{str(path)!r} cannot be read: {last_line(error)}") from error
-
-
-def _text(path: Path) -> str:
-    try:
-        return read_regular(path, MAX_FILE).decode()
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _fields(path: Path) -> dict[str, Any]:
-    try:
-        fields = json.loads(_text(path))
-    except (ValueError, RecursionError):
-        return {}
-    return fields if isinstance(fields, dict) else {}
-
-
-def _own_fields(path: Path) -> dict[str, Any]:
-    """Return the fields of a file that GenAI's class does not have."""
-    fields = _fields(path)
-    return {name: fields[name] for name in _OWN_DEFAULTS if fields.get(name) is not None}
-
-
-def _wrong_field(path: Path) -> str:
-    """Return what is wrong with one of Whisper's own fields of a file; "" if none is found."""
-    for name, value in _fields(path).items():
-        if name in _CHECKS and value is not None:
-            try:
-                _CHECKS[name](name, value)
-            except ConfigError as error:
-                return str(error)
-    return ""
-
-
-def checked_names(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``given`` with a list of temperatures below its own name, ``temperatures``.
-
-    Raises:
-        GenerationConfigError: a name is unknown, or no transcription has it.
-    """
-    values = dict(given)
-    if isinstance(values.get("temperature"), (list, tuple)):
-        if "temperatures" in values:
-            raise GenerationConfigError("temperature is a list, and temperatures is given too: leave one of them out")
-        values["temperatures"] = values.pop("temperature")
-    for name in values:
-        if name in NOT_FOR_SPEECH:
-            raise GenerationConfigError(f"{name} is an option of text generation: leave it out for speech")
-        if name not in _CHECKS and name not in SHARED_NAMES and name not in EXTRA_NAMES:
-            near = difflib.get_close_matches(str(name), (*_CHECKS, *SHARED_NAMES, *EXTRA_NAMES), n=1)
-            raise GenerationConfigError(
-                f"unknown option {shown(name)}" + (f": did you mean {near[0]!r}?" if near else "")
-            )
-    return values
-
-
-def copy_whisper_config(config: genai.WhisperGenerationConfig) -> WhisperGenerationConfig:
-    """Return a copy of GenAI's config or ours; the ``copy`` module cannot copy GenAI's class."""
-    copied = WhisperGenerationConfig()
-    for name in (*SHARED_NAMES, *_CHECKS):
-        setattr(copied, name, getattr(config, name, _OWN_DEFAULTS.get(name)))
-    return copied
-
-
-def completed(config: genai.WhisperGenerationConfig, base: genai.WhisperGenerationConfig) -> WhisperGenerationConfig:
-    """Return a copy of the config of a call with what it lacks from the model's own, as GenAI: stop tokens and languages."""
-    copied = copy_whisper_config(config)
-    if not copied.stop_token_ids:
-        copied.stop_token_ids = base.stop_token_ids
-    if copied.eos_token_id == -1:
-        copied.set_eos_token_id(base.eos_token_id)
-    if not copied.lang_to_id:
-        copied.lang_to_id = base.lang_to_id
-    return copied
-
-
-def whisper_options(config: genai.WhisperGenerationConfig, overrides: Mapping[str, Any]) -> WhisperOptions:
-    """Return the checked options of a call: those of ``config``, overridden by the keyword arguments of ``generate``.
-
-    Raises:
-        GenerationConfigError: a name is unknown, a value is impossible, or options contradict each other or the model.
-        AdapterError: an adapter is unknown, or its file is missing or damaged.
-    """
-    overrides = checked_names(overrides)
-    given = {name: overrides.get(name, getattr(config, name, _OWN_DEFAULTS.get(name))) for name in _CHECKS}
-    values = {name: _CHECKS[name](name, value) for name, value in given.items()}
-    generation = resolve(config, {name: value for name, value in overrides.items() if name not in _CHECKS})
-    _check_generation(generation)
-    _check_alignment(values)
-    tokens = _tokens_of(values, overrides.get("eos_token_id", config.eos_token_id))
-    return WhisperOptions(
-        generation=generation,
-        tokens=tokens,
-        language=_language_of(values["language"], tokens),
-        task=_task_of(values["task"], tokens),
-        return_timestamps=values["return_timestamps"],
-        word_timestamps=values["word_timestamps"],
-        alignment_heads=values["alignment_heads"],
-        initial_prompt=values["initial_prompt"],
-        hotwords=values["hotwords"],
-        suppress_tokens=values["suppress_tokens"],
-        begin_suppress_tokens=values["begin_suppress_tokens"],
-        max_initial_timestamp_index=values["max_initial_timestamp_index"],
-        fall_back=_fall_back_of(values, generation),
-    )
-
-
-def _tokens_of(values: Mapping[str, Any], eos: int) -> WhisperTokens:
-    """Return the special tokens. Without an ``eos`` (-1), the padding ends a text."""
-    if values["is_multilingual"] and not values["lang_to_id"]:
-        raise GenerationConfigError(
-            "is_multilingual=True without lang_to_id: begin with the model's own config (get_generation_config), "
-            "or set is_multilingual=False for an English-only model"
-        )
-    languages = {text.strip("<|>"): token for text, token in values["lang_to_id"].items()}
-    return WhisperTokens(
-        decoder_start=values["decoder_start_token_id"],
-        pad=values["pad_token_id"],
-        eos=eos if eos >= 0 else values["pad_token_id"],
-        translate=values["translate_token_id"],
-        transcribe=values["transcribe_token_id"],
-        prev_sot=values["prev_sot_token_id"],
-        no_timestamps=values["no_timestamps_token_id"],
-        is_multilingual=values["is_multilingual"],
-        languages=MappingProxyType(languages if values["is_multilingual"] else {}),
-    )
-
-
-def _language_of(language: str | None, tokens: WhisperTokens) -> str | None:
-    """Return the code of a language, of which GenAI also takes the token (``<|en|>``)."""
-    if language is None:
-        return None
-    if not tokens.is_multilingual:
-        raise GenerationConfigError(f"language={shown(language)} for a model that knows English only: leave it out")
-    code = language[2:-2] if language.startswith("<|") and language.endswith("|>") else language
-    if code not in tokens.languages:
-        known = ", ".join(sorted(tokens.languages))
-        raise GenerationConfigError(f"language={shown(language)} is not one of the model's: {known}")
-    return code
-
-
-def _task_of(task: str | None, tokens: WhisperTokens) -> Task:
-    if task is None:
-        return "transcribe"
-    if not tokens.is_multilingual:
-        raise GenerationConfigError(f"task={shown(task)} for a model that knows English only: leave it out")
-    if task not in TASKS:
-        raise GenerationConfigError(f"task={shown(task)}: must be 'transcribe' or 'translate'")
-    return task
-
-
-def _check_generation(options: GenerationOptions) -> None:
-    if options.num_return_sequences != 1:
-        raise GenerationConfigError(
-            f"num_return_sequences={options.num_return_sequences}: a recording has one transcription; set 1"
-        )
-    if options.drafts is not None or options.asks_for_drafts:
-        raise GenerationConfigError(f"speech is decoded without drafts: leave {', '.join(DRAFTING)} out")
-    of_text = {
-        "structured_output_config": options.grammar, "echo": options.echo, "parsers": options.parsers,
-        "apply_chat_template": options.apply_chat_template, "logprobs": options.sampling.wants_logprobs,
-        "adapters": options.adapters is not None,
-    }  # fmt: skip
-    for name, value in of_text.items():
-        if value:
-            raise GenerationConfigError(f"{name} is an option of text generation: leave it out for speech")
-
-
-def _check_alignment(values: Mapping[str, Any]) -> None:
-    if values["word_timestamps"] and not values["alignment_heads"]:
-        raise GenerationConfigError(
-            "word_timestamps=True without alignment_heads: the model's generation_config.json has none; "
-            "set alignment_heads=[(layer, head), …], or use return_timestamps=True"
-        )
-
-
-def _fall_back_of(values: Mapping[str, Any], generation: GenerationOptions) -> FallBackParams:
-    sampling = generation.sampling
-    own = sampling.temperature if sampling.do_sample else 0.0
-    thresholds = {name: values[name] for name in _OWN_DEFAULTS if name != "temperatures"}
-    return FallBackParams(values["temperatures"] or (own,), **thresholds)
 
 
 def _flag(name: str, value: object) -> bool:
@@ -469,39 +123,339 @@ def _threshold(least: float, most: float) -> Callable[[str, object], float | Non
     return check
 
 
-_OWN_DEFAULTS: Mapping[str, Any] = {
-    "temperatures": (),
-    "compression_ratio_threshold": None,
-    "logprob_threshold": None,
-    "no_speech_threshold": None,
+@dataclass(frozen=True)
+class WhisperTokens:
+    """The token ids that have a meaning for Whisper. The defaults are those of GenAI's class, of multilingual models.
+
+    ``languages`` maps codes as ``en`` to ids; it is empty for an English-only model.
+    """
+
+    decoder_start: int = read_by(_token, 50258, "decoder_start_token_id")
+    pad: int = read_by(_token, 50257, "pad_token_id")
+    eos: int = 50257
+    translate: int = read_by(_token, 50358, "translate_token_id")
+    transcribe: int = read_by(_token, 50359, "transcribe_token_id")
+    prev_sot: int = read_by(_token, 50361, "prev_sot_token_id")
+    no_timestamps: int = read_by(_token, 50363, "no_timestamps_token_id")
+    is_multilingual: bool = read_by(_flag, True)
+    languages: Mapping[str, int] = read_by(_languages, option="lang_to_id", default_factory=dict)
+
+    @property
+    def no_speech(self) -> int:
+        """The token whose probability after ``<|startoftranscript|>`` is that of a window without speech."""
+        return self.no_timestamps - 1
+
+    @property
+    def timestamp_begin(self) -> int:
+        """The token of 0.00 s; all tokens from this one on are timestamps."""
+        return self.no_timestamps + 1
+
+
+@dataclass(frozen=True)
+class FallBackParams:
+    """When a window is decoded again at the next temperature, with the names of transformers and openai-whisper.
+
+    ``temperatures`` are tried in order; a single one means that nothing is decoded twice. A threshold of None has no effect.
+    """
+
+    temperatures: tuple[float, ...] = read_by(_temperatures, (0.0,))
+    compression_ratio_threshold: float | None = read_by(_threshold(0.0, 1e6), None)
+    logprob_threshold: float | None = read_by(_threshold(-1e6, 0.0), None)
+    no_speech_threshold: float | None = read_by(_threshold(0.0, 1.0), None)
+
+    @property
+    def finds_silence(self) -> bool:
+        """Whether windows without speech have no text."""
+        return self.no_speech_threshold is not None
+
+
+@dataclass(frozen=True)
+class WhisperOptions:
+    """The checked options of one transcription.
+
+    Attributes:
+        generation: The options that text generation has too.
+        tokens: The model's special tokens.
+        language: The code of the language that was asked for (``en``); None to detect it.
+        task: What is written: the speech's own language, or English.
+        return_timestamps: Whether results have chunks.
+        word_timestamps: Whether results have words.
+        alignment_heads: Layer and head of the cross-attention from which words get their times.
+        initial_prompt: Text before the first window; None without.
+        hotwords: Text before every window; None without.
+        suppress_tokens: Tokens that are never chosen.
+        begin_suppress_tokens: Tokens that are not chosen first.
+        max_initial_timestamp_index: The latest timestamp that a window can begin with, in steps of 0.02 s.
+        fall_back: When a window is decoded again.
+    """
+
+    generation: GenerationOptions
+    tokens: WhisperTokens
+    language: str | None = read_by(_optional_text, None)
+    task: Task = read_by(_optional_text, "transcribe")
+    return_timestamps: bool = read_by(_flag, False)
+    word_timestamps: bool = read_by(_flag, False)
+    alignment_heads: tuple[tuple[int, int], ...] = read_by(_heads, ())
+    initial_prompt: str | None = read_by(_optional_text, None)
+    hotwords: str | None = read_by(_optional_text, None)
+    suppress_tokens: tuple[int, ...] = read_by(_tokens, ())
+    begin_suppress_tokens: tuple[int, ...] = read_by(_tokens, ())
+    max_initial_timestamp_index: int = read_by(_index, 50)
+    fall_back: FallBackParams = FallBackParams()
+
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise ``GenerationConfigError`` if a token of the prompts is outside the vocabulary of the model."""
+        tokens = self.tokens
+        named = {"decoder_start_token_id": tokens.decoder_start, "no_timestamps_token_id": tokens.no_timestamps}
+        if self.initial_prompt is not None or self.hotwords is not None:
+            named["prev_sot_token_id"] = tokens.prev_sot
+        if tokens.is_multilingual:
+            named |= {"translate_token_id": tokens.translate, "transcribe_token_id": tokens.transcribe}
+            named |= {f"lang_to_id[{code!r}]": token for code, token in tokens.languages.items()}
+        for name, token in named.items():
+            if token >= vocab_size:
+                raise GenerationConfigError(
+                    f"{name}={token}: ids go from 0 to {vocab_size - 1}; begin with the model's own config "
+                    "(get_generation_config)"
+                )
+
+
+_CHECKS: Mapping[str, Reading] = {
+    row.option: row for kind in (WhisperTokens, WhisperOptions, FallBackParams) for row in readings(kind).values()
 }
-"""The fields that GenAI's class does not have."""
-_CHECKS: Mapping[str, Callable[[str, object], Any]] = {
-    "decoder_start_token_id": _token,
-    "pad_token_id": _token,
-    "translate_token_id": _token,
-    "transcribe_token_id": _token,
-    "prev_sot_token_id": _token,
-    "no_timestamps_token_id": _token,
-    "max_initial_timestamp_index": _index,
-    "is_multilingual": _flag,
-    "language": _optional_text,
-    "lang_to_id": _languages,
-    "task": _optional_text,
-    "return_timestamps": _flag,
-    "word_timestamps": _flag,
-    "alignment_heads": _heads,
-    "initial_prompt": _optional_text,
-    "hotwords": _optional_text,
-    "begin_suppress_tokens": _tokens,
-    "suppress_tokens": _tokens,
-    "temperatures": _temperatures,
-    "compression_ratio_threshold": _threshold(0.0, 1e6),
-    "logprob_threshold": _threshold(-1e6, 0.0),
-    "no_speech_threshold": _threshold(0.0, 1.0),
-}
-"""All of Whisper's own fields: how the value of each is checked and brought into one form."""
+"""How each of Whisper's own fields is read, by its name."""
 WHISPER_NAMES = tuple(_CHECKS)
+_OWN_DEFAULTS: Mapping[str, Any] = {**dict.fromkeys(readings(FallBackParams)), "temperatures": ()}
+"""The fields that GenAI's class does not have."""
+
+
+class WhisperGenerationConfig(genai.WhisperGenerationConfig):  # type: ignore[misc]
+    """GenAI's class of the same name, with transformers' options for windows that were transcribed badly.
+
+    Args:
+        json_path: A ``generation_config.json``, whose values are the defaults.
+        values: Fields. Unlike GenAI's class, this one refuses unknown names and impossible values.
+
+    Attributes:
+        temperatures: The temperatures at which a window is decoded, until its text passes the thresholds; ``()`` for
+            ``temperature`` alone. 0 is greedy decoding, or a beam search.
+        compression_ratio_threshold: The largest ratio to which zlib compresses good tokens; more means repetitions.
+        logprob_threshold: The least mean log-probability of the tokens of good text.
+        no_speech_threshold: The probability of no speech from which bad text is taken for silence.
+
+    Raises:
+        ModelError: the file cannot be read.
+        GenerationConfigError: a field of the file, or one of ``values``, is unknown or has an impossible value.
+    """
+
+    temperatures: tuple[float, ...]
+    compression_ratio_threshold: float | None
+    logprob_threshold: float | None
+    no_speech_threshold: float | None
+
+    def __init__(self, json_path: str | os.PathLike[str] | None = None, **values: object) -> None:
+        if json_path is None:
+            super().__init__()
+        else:
+            _read_as_genai(super().__init__, Path(json_path))
+        for name, value in _OWN_DEFAULTS.items():
+            setattr(self, name, value)
+        self.update_generation_config(**({} if json_path is None else _own_fields(Path(json_path))))
+        self.update_generation_config(**values)
+
+    def update_generation_config(self, **values: object) -> None:
+        """Set fields by name.
+
+        Raises:
+            GenerationConfigError: a name is unknown, or a value is impossible; no field was changed.
+        """
+        values = checked_names(values)
+        checked = {name: _CHECKS[name].check(name, value) for name, value in values.items() if name in _CHECKS}
+        shared = {name: value for name, value in values.items() if name not in _CHECKS}
+        if extra := [name for name in shared if name not in SHARED_NAMES]:
+            raise GenerationConfigError(f"{extra[0]} is no field of a config: pass it to generate")
+        resolve(copy_config(self), shared)
+        for name, value in {**checked, **shared}.items():
+            setattr(self, name, value)
+
+    def validate(self) -> None:
+        """Check all fields together.
+
+        Raises:
+            GenerationConfigError: fields contradict each other or the model; the message names them.
+        """
+        whisper_options(self, {})
+
+
+def _read_as_genai(read: Callable[[Path], None], path: Path) -> None:
+    try:
+        read(path)
+    except RuntimeError as error:
+        wrong = ""
+        if path.is_file():
+            wrong = unreadable_field(_text(path)) or _wrong_field(path)
+        if wrong:
+            raise GenerationConfigError(f"{str(path)!r}: {wrong}; correct it in this file") from None
+        raise ModelError(f"{str(path)!r} cannot be read: {last_line(error)}") from error
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_regular(path, MAX_FILE).decode()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _fields(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(_text(path))
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _own_fields(path: Path) -> dict[str, Any]:
+    """Return the fields of a file that GenAI's class does not have."""
+    fields = _fields(path)
+    return {name: fields[name] for name in _OWN_DEFAULTS if fields.get(name) is not None}
+
+
+def _wrong_field(path: Path) -> str:
+    """Return what is wrong with one of Whisper's own fields of a file; "" if none is found."""
+    for name, value in _fields(path).items():
+        if name in _CHECKS and value is not None:
+            try:
+                _CHECKS[name].check(name, value)
+            except ConfigError as error:
+                return str(error)
+    return ""
+
+
+def checked_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``given`` with a list of temperatures below its own name, ``temperatures``.
+
+    Raises:
+        GenerationConfigError: a name is unknown, or no transcription has it.
+    """
+    values = dict(given)
+    if isinstance(values.get("temperature"), (list, tuple)):
+        if "temperatures" in values:
+            raise GenerationConfigError("temperature is a list, and temperatures is given too: leave one of them out")
+        values["temperatures"] = values.pop("temperature")
+    for name in values:
+        if name in NOT_FOR_SPEECH:
+            raise GenerationConfigError(f"{name} is an option of text generation: leave it out for speech")
+        if name not in _CHECKS and name not in SHARED_NAMES and name not in EXTRA_NAMES:
+            near = difflib.get_close_matches(str(name), (*_CHECKS, *SHARED_NAMES, *EXTRA_NAMES), n=1)
+            raise GenerationConfigError(
+                f"unknown option {shown(name)}" + (f": did you mean {near[0]!r}?" if near else "")
+            )
+    return values
+
+
+def copy_whisper_config(config: genai.WhisperGenerationConfig) -> WhisperGenerationConfig:
+    """Return a copy of GenAI's config or ours; the ``copy`` module cannot copy GenAI's class."""
+    copied = WhisperGenerationConfig()
+    for name in (*SHARED_NAMES, *_CHECKS):
+        setattr(copied, name, getattr(config, name, _OWN_DEFAULTS.get(name)))
+    return copied
+
+
+def completed(config: genai.WhisperGenerationConfig, base: genai.WhisperGenerationConfig) -> WhisperGenerationConfig:
+    """Return a copy of the config of a call with what it lacks from the model's own, as GenAI: stop tokens and languages."""
+    copied = copy_whisper_config(config)
+    if not copied.stop_token_ids:
+        copied.stop_token_ids = base.stop_token_ids
+    if copied.eos_token_id == -1:
+        copied.set_eos_token_id(base.eos_token_id)
+    if not copied.lang_to_id:
+        copied.lang_to_id = base.lang_to_id
+    return copied
+
+
+def whisper_options(config: genai.WhisperGenerationConfig, overrides: Mapping[str, Any]) -> WhisperOptions:
+    """Return the checked options of a call: those of ``config``, overridden by the keyword arguments of ``generate``.
+
+    Raises:
+        GenerationConfigError: a name is unknown, a value is impossible, or options contradict each other or the model.
+        AdapterError: an adapter is unknown, or its file is missing or damaged.
+    """
+    overrides = checked_names(overrides)
+    given = {name: overrides.get(name, getattr(config, name, _OWN_DEFAULTS.get(name))) for name in _CHECKS}
+    tokens, own, fall_back = (
+        {name: row.value(given) for name, row in readings(kind).items()}
+        for kind in (WhisperTokens, WhisperOptions, FallBackParams)
+    )
+    generation = resolve(config, {name: value for name, value in overrides.items() if name not in _CHECKS})
+    _check_generation(generation)
+    _check_alignment(own)
+    found = _tokens_of(tokens, overrides.get("eos_token_id", config.eos_token_id))
+    spoken = {"language": _language_of(own["language"], found), "task": _task_of(own["task"], found)}
+    sampling = generation.sampling
+    if not fall_back["temperatures"]:
+        fall_back["temperatures"] = (sampling.temperature if sampling.do_sample else 0.0,)
+    return WhisperOptions(generation, found, **{**own, **spoken}, fall_back=FallBackParams(**fall_back))
+
+
+def _tokens_of(values: Mapping[str, Any], eos: int) -> WhisperTokens:
+    """Return the special tokens. Without an ``eos`` (-1), the padding ends a text."""
+    is_multilingual = values["is_multilingual"]
+    if is_multilingual and not values["languages"]:
+        raise GenerationConfigError(
+            "is_multilingual=True without lang_to_id: begin with the model's own config (get_generation_config), "
+            "or set is_multilingual=False for an English-only model"
+        )
+    languages = {text.strip("<|>"): token for text, token in values["languages"].items()} if is_multilingual else {}
+    own = {**values, "languages": MappingProxyType(languages)}
+    return WhisperTokens(**own, eos=eos if eos >= 0 else values["pad"])
+
+
+def _language_of(language: str | None, tokens: WhisperTokens) -> str | None:
+    """Return the code of a language, of which GenAI also takes the token (``<|en|>``)."""
+    if language is None:
+        return None
+    if not tokens.is_multilingual:
+        raise GenerationConfigError(f"language={shown(language)} for a model that knows English only: leave it out")
+    code = language[2:-2] if language.startswith("<|") and language.endswith("|>") else language
+    if code not in tokens.languages:
+        known = ", ".join(sorted(tokens.languages))
+        raise GenerationConfigError(f"language={shown(language)} is not one of the model's: {known}")
+    return code
+
+
+def _task_of(task: str | None, tokens: WhisperTokens) -> Task:
+    if task is None:
+        return "transcribe"
+    if not tokens.is_multilingual:
+        raise GenerationConfigError(f"task={shown(task)} for a model that knows English only: leave it out")
+    if task not in TASKS:
+        raise GenerationConfigError(f"task={shown(task)}: must be 'transcribe' or 'translate'")
+    return task
+
+
+def _check_generation(options: GenerationOptions) -> None:
+    if options.num_return_sequences != 1:
+        raise GenerationConfigError(
+            f"num_return_sequences={options.num_return_sequences}: a recording has one transcription; set 1"
+        )
+    if options.drafts is not None or options.asks_for_drafts:
+        raise GenerationConfigError(f"speech is decoded without drafts: leave {', '.join(DRAFTING)} out")
+    of_text = {
+        "structured_output_config": options.grammar, "echo": options.echo, "parsers": options.parsers,
+        "apply_chat_template": options.apply_chat_template, "logprobs": options.sampling.wants_logprobs,
+        "adapters": options.adapters is not None,
+    }  # fmt: skip
+    for name, value in of_text.items():
+        if value:
+            raise GenerationConfigError(f"{name} is an option of text generation: leave it out for speech")
+
+
+def _check_alignment(values: Mapping[str, Any]) -> None:
+    if values["word_timestamps"] and not values["alignment_heads"]:
+        raise GenerationConfigError(
+            "word_timestamps=True without alignment_heads: the model's generation_config.json has none; "
+            "set alignment_heads=[(layer, head), …], or use return_timestamps=True"
+        )
 
 
 FALL_BACK: Mapping[str, Any] = {
@@ -527,7 +481,7 @@ def fall_back_value(name: str, value: object) -> Any:
             raise GenerationConfigError(f"{name}={shown(value)}: must be numbers, or none") from None
         is_list = name == "temperatures" or len(numbers) > 1
         value = numbers if is_list else next(iter(numbers), None)
-    return _CHECKS[name](name, value)
+    return _CHECKS[name].check(name, value)
 
 
 def alignment_heads(config: WhisperGenerationConfig) -> tuple[tuple[int, int], ...]:

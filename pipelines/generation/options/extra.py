@@ -12,7 +12,7 @@ import openvino_genai as genai
 from staticllm.config import whole
 from staticllm.errors import GenerationConfigError, shown
 
-from .table import OPTIONS, SAMPLING, TokenSequences
+from .table import OPTIONS, SAMPLING, TokenSequences, read_by, readings
 
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 """The breakers of llamacpp."""
@@ -20,117 +20,21 @@ MAX_BIAS = 1e4
 MAX_TOKEN = (1 << 31) - 1
 NUMBERS = tuple(name for name in SAMPLING if not hasattr(genai.GenerationConfig, name))
 """The options that are numbers; the fields of ``SamplingParams`` that GenAI does not have."""
-EXTRA_NAMES = (
-    *NUMBERS, "logit_bias", "bad_words", "bad_words_ids", "dry_sequence_breakers", "logits_processor",
-    "tools", "tool_choice", "parallel_tool_calls", "parse_tools", "extra_context", "best_of",
-)  # fmt: skip
-_CHOOSING = ("logit_bias", "bad_words", "bad_words_ids", "logits_processor")
 
 
-@dataclass(frozen=True)
-class ToolOptions:
-    """What a request says about tools. ``parse`` is None where the tools decide.
-
-    ``tools`` are definitions of functions as OpenAI's API takes them. ``choice`` is ``auto``, ``none``, ``required`` or
-    ``function``; then ``name`` is the function that must be called. ``extra_context`` holds more variables of the template.
-    ``is_parallel``: whether an answer may have several calls; else it ends with its first one.
-    """
-
-    tools: tuple[Mapping[str, Any], ...] = ()
-    choice: str = "auto"
-    name: str = ""
-    parse: bool | None = None
-    extra_context: Mapping[str, Any] = field(default_factory=dict)
-    is_parallel: bool = True
-
-    @property
-    def is_call_required(self) -> bool:
-        """Whether the answer must be a call."""
-        return self.choice in ("required", "function")
-
-
-@dataclass(frozen=True)
-class ExtraOptions:
-    """The checked options beyond GenAI's. ``bad_words`` and ``dry_sequence_breakers`` are texts, to be made tokens of.
-
-    ``best_of`` is the number of answers that are sampled, of which the most likely are returned; 0 for those that are returned.
-    ``numbers`` holds fields of ``SamplingParams`` that were given, and ``choosing`` the names of all options that were given and
-    change which token is chosen.
-    """
-
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    bad_words: tuple[str, ...] = ()
-    bad_words_ids: TokenSequences = ()
-    dry_sequence_breakers: tuple[str, ...] = DRY_SEQUENCE_BREAKERS
-    logits_processors: tuple[Any, ...] = ()
-    choosing: tuple[str, ...] = ()
-    tool_options: ToolOptions = field(default_factory=ToolOptions)
-    best_of: int = 0
-
-
-def extra_options(given: Mapping[str, Any], do_sample: bool) -> ExtraOptions:
-    """Return the checked options of ``given``, whose names are all in ``EXTRA_NAMES``.
-
-    Raises:
-        GenerationConfigError: a value is impossible, or options contradict each other.
-    """
-    numbers = {name: SAMPLING[name].check(name, given[name]) for name in NUMBERS if name in given}
-    if numbers.get("mirostat") == 1:
-        raise GenerationConfigError("mirostat=1: only version 2 is there; pass 2, or 0 to turn it off")
-    _check_sampling(numbers, do_sample)
-    bias, forbidden = _logit_bias(given.get("logit_bias", {}))
-    return ExtraOptions(
-        numbers=numbers,
-        logit_bias=bias,
-        bad_words=_texts("bad_words", given.get("bad_words", ())),
-        bad_words_ids=(*forbidden, *_sequences("bad_words_ids", given.get("bad_words_ids", ()))),
-        dry_sequence_breakers=_texts(
-            "dry_sequence_breakers", given.get("dry_sequence_breakers", DRY_SEQUENCE_BREAKERS)
-        ),
-        logits_processors=_processors(given.get("logits_processor")),
-        choosing=(
-            *(name for name in numbers if _is_changed(numbers, name) and not SAMPLING[name].has_beams),
-            *(name for name in _CHOOSING if given.get(name) not in (None, {}, (), [])),
-        ),
-        tool_options=tool_options(given),
-        best_of=int(OPTIONS["best_of"].check("best_of", given.get("best_of") or 0)),
-    )
-
-
-def _check_sampling(numbers: Mapping[str, float], do_sample: bool) -> None:
-    changed = [name for name in numbers if _is_changed(numbers, name) and not SAMPLING[name].part_of]
-    changed = [name for name in changed if SAMPLING[name].draws]
-    if changed and not do_sample:
-        name = changed[0]
-        raise GenerationConfigError(
-            f"{name}={shown(numbers[name])} with do_sample=False: greedy decoding draws nothing; set do_sample=True"
-        )
-    if "mirostat" in changed and len(changed) > 1:
-        raise GenerationConfigError(
-            f"mirostat=2 with {changed[0]}={shown(numbers[changed[0]])}: mirostat takes the place of other filters; "
-            f"leave {changed[0]} out"
-        )
-
-
-def _is_changed(numbers: Mapping[str, float], name: str) -> bool:
-    return name in numbers and numbers[name] != SAMPLING[name].default
-
-
-def _logit_bias(value: object) -> tuple[tuple[tuple[int, float], ...], TokenSequences]:
-    """Return the biases that are numbers, and the tokens that ``False`` or -inf forbids, as sequences of one token."""
+def _bias(name: str, value: object) -> list[tuple[int, float]]:
+    """Return the bias of each token; that of one which ``False`` or -inf forbids is -inf."""
     if value is None:
-        return (), ()
+        return []
     if not isinstance(value, Mapping):
         raise GenerationConfigError(f"logit_bias={shown(value)}: must be a dict from token id to number")
     bias: list[tuple[int, float]] = []
-    forbidden: list[tuple[int, ...]] = []
     for key, amount in value.items():
         token = whole(
             "a token of logit_bias", int(key) if isinstance(key, str) and key.isdecimal() else key, 0, MAX_TOKEN
         )
         if amount is False or amount == -math.inf:
-            forbidden.append((token,))
+            bias.append((token, -math.inf))
         elif isinstance(amount, bool) or not isinstance(amount, (int, float)) or not abs(amount) <= MAX_BIAS:
             raise GenerationConfigError(
                 f"logit_bias[{token}]={shown(amount)}: must be a number from {-MAX_BIAS:g} to {MAX_BIAS:g}, "
@@ -138,7 +42,11 @@ def _logit_bias(value: object) -> tuple[tuple[tuple[int, float], ...], TokenSequ
             )
         else:
             bias.append((token, float(amount)))
-    return tuple(bias), tuple(forbidden)
+    return bias
+
+
+def _finite_bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
+    return tuple((token, amount) for token, amount in _bias(name, value) if amount != -math.inf)
 
 
 def _texts(name: str, value: object) -> tuple[str, ...]:
@@ -172,33 +80,56 @@ def _sequences(name: str, value: object) -> TokenSequences:
     return tuple(tuple(whole(f"a token of {name}", token, 0, MAX_TOKEN) for token in row) for row in rows)
 
 
-def _processors(value: object) -> tuple[Any, ...]:
+def _forbidden(name: str, value: object, others: Mapping[str, Any]) -> TokenSequences:
+    """Return the sequences that cannot be chosen; a token that ``logit_bias`` forbids is one of them."""
+    tokens = [token for token, amount in _bias("logit_bias", others["logit_bias"]) if amount == -math.inf]
+    return (*((token,) for token in tokens), *_sequences(name, value))
+
+
+def _processors(name: str, value: object) -> tuple[Any, ...]:
     found = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for each in found:
         if isinstance(each, type) or not (callable(each) or callable(getattr(each, "process", None))):
             raise GenerationConfigError(
-                f"logits_processor={shown(each)}: must be an object with process(logits), or a callable "
+                f"{name}={shown(each)}: must be an object with process(logits), or a callable "
                 "(input_ids, scores) -> scores, or a list of them"
             )
     return found
 
 
-def tool_options(given: Mapping[str, Any]) -> ToolOptions:
-    """Return the checked options about tools of ``given``.
+@dataclass(frozen=True)
+class ToolOptions:
+    """What a request says about tools. ``parse`` is None where the tools decide.
 
-    Raises:
-        GenerationConfigError: a value is impossible, or options contradict each other.
+    ``tools`` are definitions of functions as OpenAI's API takes them. ``choice`` is ``auto``, ``none``, ``required`` or
+    ``function``; then ``name`` is the function that must be called. ``extra_context`` holds more variables of the template.
+    ``is_parallel``: whether an answer may have several calls; else it ends with its first one.
     """
-    tools = given.get("tools") or ()
-    parse = given.get("parse_tools")
-    context = given.get("extra_context") or {}
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    choice: str = "auto"
+    name: str = ""
+    parse: bool | None = None
+    extra_context: Mapping[str, Any] = field(default_factory=dict)
+    is_parallel: bool = True
+
+    @property
+    def is_call_required(self) -> bool:
+        """Whether the answer must be a call."""
+        return self.choice in ("required", "function")
+
+
+def _tool_options(name: str, value: Any, given: Mapping[str, Any]) -> ToolOptions:
+    tools = value or ()
+    parse = given["parse_tools"]
+    context = given["extra_context"] or {}
     if not isinstance(tools, (list, tuple)) or not all(map(is_tool, tools)):
         raise GenerationConfigError(
-            f"tools={shown(tools)}: must be a list of {{'type': 'function', 'function': {{'name': …, 'parameters': …}}}}"
+            f"{name}={shown(tools)}: must be a list of {{'type': 'function', 'function': {{'name': …, 'parameters': …}}}}"
         )
     if parse not in (None, True, False):
         raise GenerationConfigError(f"parse_tools={shown(parse)}: must be True, False or None")
-    parallel = given.get("parallel_tool_calls")
+    parallel = given["parallel_tool_calls"]
     if parallel not in (None, True, False):
         raise GenerationConfigError(f"parallel_tool_calls={shown(parallel)}: must be True, False or None")
     if not isinstance(context, Mapping):
@@ -210,9 +141,9 @@ def tool_options(given: Mapping[str, Any]) -> ToolOptions:
         raise GenerationConfigError(
             f"tools has two functions named {shown(twice[0])}: a call says the name only; leave one out, or rename it"
         )
-    choice, name = _tool_choice(given.get("tool_choice", "auto"), names)
+    choice, called = _tool_choice(given["tool_choice"], names)
     is_parallel = parallel is None or bool(parallel)  # 0 is False, too
-    return ToolOptions(tuple(tools), choice, name, None if parse is None else bool(parse), dict(context), is_parallel)
+    return ToolOptions(tuple(tools), choice, called, None if parse is None else bool(parse), dict(context), is_parallel)
 
 
 def _tool_choice(value: object, names: Sequence[str]) -> tuple[str, str]:
@@ -231,6 +162,73 @@ def _tool_choice(value: object, names: Sequence[str]) -> tuple[str, str]:
     if isinstance(name, str) and name not in names:
         raise GenerationConfigError(f"tool_choice names {shown(name)}: the tools are {', '.join(names)}")
     return ("function", name) if isinstance(name, str) else ("required", "")
+
+
+@dataclass(frozen=True)
+class ExtraOptions:
+    """The checked options beyond GenAI's. ``bad_words`` and ``dry_sequence_breakers`` are texts, to be made tokens of.
+
+    ``best_of`` is the number of answers that are sampled, of which the most likely are returned; 0 for those that are returned.
+    ``numbers`` holds fields of ``SamplingParams`` that were given, and ``choosing`` the names of all options that were given and
+    change which token is chosen.
+    """
+
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    logit_bias: tuple[tuple[int, float], ...] = read_by(_finite_bias, (), chooses=True)
+    bad_words: tuple[str, ...] = read_by(_texts, (), chooses=True)
+    bad_words_ids: TokenSequences = read_by(_forbidden, (), reads=("logit_bias",), chooses=True)
+    dry_sequence_breakers: tuple[str, ...] = read_by(_texts, DRY_SEQUENCE_BREAKERS)
+    logits_processors: tuple[Any, ...] = read_by(_processors, (), "logits_processor", chooses=True)
+    choosing: tuple[str, ...] = ()
+    tool_options: ToolOptions = read_by(
+        _tool_options, ToolOptions(), "tools", ("tool_choice", "parallel_tool_calls", "parse_tools", "extra_context")
+    )
+    best_of: int = read_by(lambda name, value: OPTIONS[name].check(name, value or 0), 0)
+
+
+_ROWS = readings(ExtraOptions)
+EXTRA_NAMES = tuple(dict.fromkeys((*NUMBERS, *(name for row in _ROWS.values() for name in row.options))))
+
+
+def extra_options(given: Mapping[str, Any], do_sample: bool) -> ExtraOptions:
+    """Return the checked options of ``given``, whose names are all in ``EXTRA_NAMES``.
+
+    Raises:
+        GenerationConfigError: a value is impossible, or options contradict each other.
+    """
+    numbers = {name: SAMPLING[name].check(name, given[name]) for name in NUMBERS if name in given}
+    if numbers.get("mirostat") == 1:
+        raise GenerationConfigError("mirostat=1: only version 2 is there; pass 2, or 0 to turn it off")
+    _check_sampling(numbers, do_sample)
+    found = {name: row.value(given) for name, row in _ROWS.items() if not given.keys().isdisjoint(row.options)}
+    choosing = [row.option for row in _ROWS.values() if row.chooses]
+    return ExtraOptions(
+        numbers=numbers,
+        choosing=(
+            *(name for name in numbers if _is_changed(numbers, name) and not SAMPLING[name].has_beams),
+            *(name for name in choosing if given.get(name) not in (None, {}, (), [])),
+        ),
+        **found,
+    )
+
+
+def _check_sampling(numbers: Mapping[str, float], do_sample: bool) -> None:
+    changed = [name for name in numbers if _is_changed(numbers, name) and not SAMPLING[name].part_of]
+    changed = [name for name in changed if SAMPLING[name].draws]
+    if changed and not do_sample:
+        name = changed[0]
+        raise GenerationConfigError(
+            f"{name}={shown(numbers[name])} with do_sample=False: greedy decoding draws nothing; set do_sample=True"
+        )
+    if "mirostat" in changed and len(changed) > 1:
+        raise GenerationConfigError(
+            f"mirostat=2 with {changed[0]}={shown(numbers[changed[0]])}: mirostat takes the place of other filters; "
+            f"leave {changed[0]} out"
+        )
+
+
+def _is_changed(numbers: Mapping[str, float], name: str) -> bool:
+    return name in numbers and numbers[name] != SAMPLING[name].default
 
 
 def function_of(tool: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -25,7 +25,7 @@ from ..genai_adapters import adapter_uses
 from ..grammar import Grammar
 from .extra import EXTRA_NAMES, ExtraOptions, check_characters, extra_options
 from .requested_grammar import CONFIG, KEYWORDS, requested_grammar
-from .table import OPTIONS, SAMPLING, UNLIMITED, Option, SamplingParams
+from .table import OPTIONS, SAMPLING, UNLIMITED, Option, SamplingParams, read_by, readings
 
 NAMES = tuple(
     name
@@ -39,20 +39,160 @@ DRAFTING = ("max_ngram_size", "num_assistant_tokens", "assistant_confidence_thre
 DRAWING = ("temperature", "top_k", "top_p", "min_p")
 MAX_STOP_TOKEN = 2**63 - 1
 """GenAI's type of a token id. An id that the model does not have ends nothing."""
-_SUPPORTED = {
-    "max_new_tokens", "max_length", "min_new_tokens", "eos_token_id", "stop_token_ids", "stop_strings",
-    "include_stop_str_in_output", "ignore_eos", "echo", "apply_chat_template", "logprobs", "do_sample",
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "rng_seed", "num_return_sequences", "num_beams", "max_ngram_size", "num_assistant_tokens",
-    "assistant_confidence_threshold", "parsers", CONFIG, "adapters",
-}  # fmt: skip
-_INERT_WITHOUT_BEAMS = frozenset(
-    ["num_beam_groups", "diversity_penalty", "length_penalty", "no_repeat_ngram_size", "stop_criteria"]
-)
-"""Options of beam search. Without beams they have no effect, here as in GenAI, except ``no_repeat_ngram_size`` as a keyword."""
 LONGEST_DRAFT = 64
 """Larger values of the options of drafts count as this one: no call checks more."""
 _STOP_CRITERIA: dict[str, StopCriteria] = {"early": "early", "heuristic": "heuristic", "never": "never"}
+_APART = ("rng_seed", "no_repeat_ngram_size")
+"""Rows of ``SamplingParams`` whose values mean something else in GenAI's config."""
+_SAMPLED = tuple(name for name in SAMPLING if name in NAMES and name not in _APART)
+_BEAMS = ("num_beam_groups", "diversity_penalty", "length_penalty", "no_repeat_ngram_size", "stop_criteria")
+"""Options of beam search. Without beams they have no effect, here as in GenAI, except ``no_repeat_ngram_size`` as a keyword."""
+_WITHOUT_BEAMS = {"do_sample": False, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
+"""The values that beam search needs of other options."""
+_SINGLE = ("num_beams", "num_return_sequences")
+"""Options that are 1 where tokens are drafted."""
+
+
+def _count(name: str, value: object) -> int:
+    return int(OPTIONS[name].check(name, value))
+
+
+def _flag(name: str, value: object) -> bool:
+    """Return a flag. As in GenAI, a whole number and None count as one, and text does not: "no" would be true."""
+    if value is not None and not isinstance(value, (bool, int, np.bool_)):
+        raise GenerationConfigError(f"{name}={shown(value)}: must be True or False")
+    return bool(value)
+
+
+def _limit(name: str, value: object, least: int = 1) -> int | None:
+    number = whole(name, value, least, UNLIMITED)
+    return None if number == UNLIMITED else number
+
+
+def _new_tokens(name: str, value: object, others: Mapping[str, Any]) -> int | None:
+    return _limit(name, value, 0 if _flag("echo", others["echo"]) else 1)
+
+
+def _stop_ids(name: str, value: object, others: Mapping[str, Any]) -> frozenset[int]:
+    found = _named_ids(name, value, others)
+    return frozenset() if _flag("ignore_eos", others["ignore_eos"]) else found
+
+
+def _ignored_ids(name: str, value: object, others: Mapping[str, Any]) -> frozenset[int]:
+    return _named_ids(name, value, others) if others["ignore_eos"] else frozenset()
+
+
+def _named_ids(name: str, value: object, others: Mapping[str, Any]) -> frozenset[int]:
+    if not isinstance(value, (set, frozenset, list, tuple)):
+        raise GenerationConfigError(f"{name}={shown(value)}: must be a set of token ids")
+    found = {whole(name, token, 0, MAX_STOP_TOKEN) for token in value}
+    eos = others["eos_token_id"]
+    return frozenset(found if eos == -1 else {*found, whole("eos_token_id", eos, 0, MAX_STOP_TOKEN)})
+
+
+def _stop_strings(name: str, value: object) -> frozenset[str]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, (list, tuple, set, frozenset)) or not all(isinstance(s, str) and s for s in strings):
+        raise GenerationConfigError(f"{name}={shown(value)}: must be a set of non-empty strings")
+    check_characters(name, strings)
+    return frozenset(strings)
+
+
+def _sampling(name: str, value: object, others: Mapping[str, Any]) -> SamplingParams:
+    do_sample = _flag(name, value)
+    numbers = {each: SAMPLING[each].check(each, others[each], do_sample) for each in _SAMPLED}
+    seed = others["rng_seed"]
+    logprobs = others["logprobs"]
+    return SamplingParams(
+        do_sample=do_sample,
+        rng_seed=0 if isinstance(seed, int) and seed < 0 else whole("rng_seed", seed, 0, UNLIMITED),  # random, like 0
+        wants_logprobs=logprobs is True or (logprobs is not False and whole("logprobs", logprobs, 0, UNLIMITED) > 0),
+        **cast(dict[str, Any], {**numbers, "top_k": int(numbers["top_k"]) % UNLIMITED}),
+    )
+
+
+def _num_sequences(name: str, value: object, others: Mapping[str, Any]) -> int:
+    count = _count(name, value)
+    best_of = others["best_of"]
+    if best_of and (best_of < count or not others["do_sample"]):
+        remedy = f"raise it to {count}" if best_of < count else "set do_sample=True"
+        wrong = f"{name}={count}" if best_of < count else "do_sample=False"
+        raise GenerationConfigError(
+            f"best_of={best_of} with {wrong}: it samples at least as many answers as it returns; {remedy}"
+        )
+    num_beams = _count("num_beams", others["num_beams"])
+    if num_beams > 1 and count > num_beams:
+        raise GenerationConfigError(f"{name}={count} is more than num_beams={num_beams}: lower it")
+    if count > 1 and num_beams == 1 and not others["do_sample"]:
+        raise GenerationConfigError(
+            f"{name}={count} with do_sample=False: greedy answers are all the same; set do_sample=True, or num_beams"
+        )
+    return count
+
+
+def _beams(name: str, value: object, others: Mapping[str, Any]) -> BeamParams | None:
+    """Return the parameters of a beam search, with GenAI's rules; None without one."""
+    num_beams = _count(name, value)
+    if num_beams == 1:
+        return None
+    groups = whole("num_beam_groups", others["num_beam_groups"], 1, num_beams)
+    if num_beams % groups:
+        raise GenerationConfigError(
+            f"num_beams={num_beams} cannot be divided into num_beam_groups={groups} equal groups"
+        )
+    for other, needed in _WITHOUT_BEAMS.items():
+        if others[other] != needed:
+            raise GenerationConfigError(
+                f"{other}={shown(others[other])} with num_beams={num_beams}: leave one of them out"
+            )
+    diversity = OPTIONS["diversity_penalty"].check("diversity_penalty", others["diversity_penalty"])
+    if (diversity != 0.0) != (groups > 1):
+        remedy = "set a penalty" if groups > 1 else "raise num_beam_groups"
+        raise GenerationConfigError(f"diversity_penalty={diversity:g} with num_beam_groups={groups}: {remedy}")
+    ngram = _limit("no_repeat_ngram_size", others["no_repeat_ngram_size"])
+    criteria = getattr(others["stop_criteria"], "name", others["stop_criteria"])
+    if not isinstance(criteria, str) or criteria.lower() not in _STOP_CRITERIA:
+        raise GenerationConfigError(f"stop_criteria={shown(criteria)}: must be EARLY, HEURISTIC or NEVER")
+    length_penalty = OPTIONS["length_penalty"].check("length_penalty", others["length_penalty"])
+    return BeamParams(num_beams, groups, diversity, length_penalty, ngram, _STOP_CRITERIA[criteria.lower()])
+
+
+def _drafts(name: str, value: object, others: Mapping[str, Any]) -> DraftParams | None:
+    """Return how tokens are drafted, without what the pipeline adds; None if no option asks for drafts."""
+    ngram_size = _count(name, value)
+    max_tokens = _count("num_assistant_tokens", others["num_assistant_tokens"] or 0)  # may be None
+    threshold = others["assistant_confidence_threshold"]
+    confidence = OPTIONS["assistant_confidence_threshold"].check("assistant_confidence_threshold", threshold)
+    asked = {each: given for each, given in ((name, value), *others.items()) if each in DRAFTING and given}
+    for first, given in list(asked.items())[:1]:
+        for single in _SINGLE:
+            if others[single] != 1:
+                raise GenerationConfigError(
+                    f"{first}={shown(given)} with {single}={shown(others[single])}: drafts are for single answers; "
+                    "leave one out"
+                )
+    if max_tokens and confidence:
+        raise GenerationConfigError(
+            f"num_assistant_tokens={max_tokens} with assistant_confidence_threshold={confidence:g}: a draft ends by its length "
+            "or by its confidence; leave one out"
+        )
+    if asked and others["best_of"] > 1:
+        raise GenerationConfigError(
+            f"best_of={others['best_of']} with drafts: they are for single answers; leave one of them out"
+        )
+    found = DraftParams(min(ngram_size, LONGEST_DRAFT), min(max_tokens, LONGEST_DRAFT), confidence=confidence)
+    return found if asked else None
+
+
+def _parsers(name: str, value: object) -> tuple[genai.Parser, ...]:
+    parsers = () if value is None else value
+    if not isinstance(parsers, (list, tuple)) or not all(isinstance(parser, genai.Parser) for parser in parsers):
+        raise GenerationConfigError(f"{name}={shown(value)}: must be a list of openvino_genai.Parser objects")
+    return tuple(parsers)
+
+
+def _adapters(name: str, value: Any) -> tuple[AdapterUse, ...] | None:
+    return None if value is None else adapter_uses(value)
 
 
 @dataclass(frozen=True)
@@ -67,24 +207,26 @@ class GenerationOptions:
     pipeline.
     """
 
-    sampling: SamplingParams
-    max_new_tokens: int | None
-    max_length: int | None
-    min_new_tokens: int
-    stop_token_ids: frozenset[int]
-    stop_strings: frozenset[str]
-    include_stop_str_in_output: bool
-    echo: bool
-    apply_chat_template: bool
-    num_return_sequences: int = 1
-    beams: BeamParams | None = None
-    drafts: DraftParams | None = None
-    asks_for_drafts: bool = False
-    parsers: tuple[genai.Parser, ...] = ()
-    extra: ExtraOptions = field(default_factory=ExtraOptions)
+    stop_token_ids: frozenset[int] = read_by(_stop_ids, reads=("eos_token_id", "ignore_eos"))
+    ignored_token_ids: frozenset[int] = read_by(
+        _ignored_ids, option="stop_token_ids", reads=("eos_token_id", "ignore_eos")
+    )
+    drafts: DraftParams | None = read_by(_drafts, option=DRAFTING[0], reads=(*DRAFTING[1:], *_SINGLE, "best_of"))
+    echo: bool = read_by(_flag)
+    max_new_tokens: int | None = read_by(_new_tokens, reads=("echo",))
+    min_new_tokens: int = read_by(_count)
+    sampling: SamplingParams = read_by(_sampling, option="do_sample", reads=(*_SAMPLED, "rng_seed", "logprobs"))
+    max_length: int | None = read_by(_limit)
+    stop_strings: frozenset[str] = read_by(_stop_strings)
+    include_stop_str_in_output: bool = read_by(_flag)
+    apply_chat_template: bool = read_by(_flag)
+    num_return_sequences: int = read_by(_num_sequences, reads=("num_beams", "do_sample", "best_of"))
+    beams: BeamParams | None = read_by(_beams, option="num_beams", reads=(*_BEAMS, *_WITHOUT_BEAMS))
+    parsers: tuple[genai.Parser, ...] = read_by(_parsers)
+    adapters: tuple[AdapterUse, ...] | None = read_by(_adapters)
     grammar: Grammar | None = None
-    adapters: tuple[AdapterUse, ...] | None = None
-    ignored_token_ids: frozenset[int] = frozenset()
+    asks_for_drafts: bool = False
+    extra: ExtraOptions = field(default_factory=ExtraOptions)
 
     @property
     def num_sequences(self) -> int:
@@ -325,6 +467,10 @@ def _ngram_size(overrides: Mapping[str, Any], options: Mapping[str, Any]) -> int
     return whole("no_repeat_ngram_size", overrides.get("no_repeat_ngram_size", 0), 0, UNLIMITED) % UNLIMITED
 
 
+_ROWS = readings(GenerationOptions)
+_SUPPORTED = {CONFIG, *(name for row in _ROWS.values() for name in row.options)}
+
+
 def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> GenerationOptions:
     if options["num_beams"] != 1 and extra.choosing:
         raise GenerationConfigError(
@@ -332,188 +478,23 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
             "probabilities; leave one of them out"
         )
     for name, value in options.items():
-        if name in _SUPPORTED or name in _INERT_WITHOUT_BEAMS:
-            continue
-        if value != getattr(DEFAULTS, name):
+        if name not in _SUPPORTED and value != getattr(DEFAULTS, name):
             raise GenerationConfigError(
                 f"{name}={shown(value)} is not supported: decoding is greedy, multinomial or beam search; "
                 f"leave {name} at {getattr(DEFAULTS, name)!r}"
             )
-    if not isinstance(options["stop_token_ids"], (set, frozenset, list, tuple)):
-        raise GenerationConfigError(f"stop_token_ids={shown(options['stop_token_ids'])}: must be a set of token ids")
-    stop_ids = {whole("stop_token_ids", token, 0, MAX_STOP_TOKEN) for token in options["stop_token_ids"]}
-    drafts = _drafts_of(options)
-    if drafts is not None and extra.best_of > 1:
-        raise GenerationConfigError(
-            f"best_of={extra.best_of} with drafts: they are for single answers; leave one of them out"
-        )
-    if options["eos_token_id"] != -1:
-        stop_ids.add(whole("eos_token_id", options["eos_token_id"], 0, MAX_STOP_TOKEN))
-    echo = _flag(options, "echo")
-    max_new_tokens = _limit(options, "max_new_tokens", 0 if echo else 1)
-    min_new_tokens = _count(options, "min_new_tokens")
-    if max_new_tokens is not None and min_new_tokens > max_new_tokens:
-        raise GenerationConfigError(f"min_new_tokens={min_new_tokens} is more than max_new_tokens={max_new_tokens}")
-    ignored = stop_ids if _flag(options, "ignore_eos") else set[int]()
-    return GenerationOptions(
-        sampling=_sampling(options, extra, ngram_size),
-        max_new_tokens=max_new_tokens,
-        max_length=_limit(options, "max_length", 1),
-        min_new_tokens=min_new_tokens,
-        stop_token_ids=frozenset(stop_ids - ignored),
-        ignored_token_ids=frozenset(ignored),
-        stop_strings=_stop_strings(options["stop_strings"]),
-        include_stop_str_in_output=_flag(options, "include_stop_str_in_output"),
-        echo=echo,
-        apply_chat_template=_flag(options, "apply_chat_template"),
-        num_return_sequences=_num_sequences(options, extra.best_of),
-        beams=_beams_of(options),
-        drafts=drafts,
-        parsers=_parsers(options["parsers"]),
-        extra=extra,
-        adapters=None if options["adapters"] is None else adapter_uses(options["adapters"]),
-    )
-
-
-def _num_sequences(options: Mapping[str, Any], best_of: int) -> int:
-    count = _count(options, "num_return_sequences")
-    if best_of and (best_of < count or not options["do_sample"]):
-        remedy = f"raise it to {count}" if best_of < count else "set do_sample=True"
-        wrong = f"num_return_sequences={count}" if best_of < count else "do_sample=False"
-        raise GenerationConfigError(
-            f"best_of={best_of} with {wrong}: it samples at least as many answers as it returns; {remedy}"
-        )
-    num_beams = _count(options, "num_beams")
-    if num_beams > 1 and count > num_beams:
-        raise GenerationConfigError(f"num_return_sequences={count} is more than num_beams={num_beams}: lower it")
-    if count > 1 and num_beams == 1 and not options["do_sample"]:
-        raise GenerationConfigError(
-            f"num_return_sequences={count} with do_sample=False: greedy answers are all the same; set do_sample=True, "
-            "or num_beams"
-        )
-    return count
-
-
-def _parsers(value: object) -> tuple[genai.Parser, ...]:
-    parsers = () if value is None else value
-    if not isinstance(parsers, (list, tuple)) or not all(isinstance(parser, genai.Parser) for parser in parsers):
-        raise GenerationConfigError(f"parsers={shown(value)}: must be a list of openvino_genai.Parser objects")
-    return tuple(parsers)
-
-
-_APART = ("rng_seed", "no_repeat_ngram_size")
-"""Rows of ``SamplingParams`` whose values mean something else in GenAI's config."""
-
-
-def _sampling(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -> SamplingParams:
-    do_sample = _flag(options, "do_sample")
-    rows = {name: row for name, row in SAMPLING.items() if name in options and name not in _APART}
-    numbers = {name: row.check(name, options[name], do_sample) for name, row in rows.items()}
-    return SamplingParams(
-        do_sample=do_sample,
-        rng_seed=_seed(options["rng_seed"]),
-        wants_logprobs=_num_logprobs(options["logprobs"]) > 0 or extra.best_of > 0,
+    given = {**options, "best_of": extra.best_of}
+    found = GenerationOptions(**{name: row.value(given) for name, row in _ROWS.items()}, extra=extra)
+    sampling = replace(
+        found.sampling,
+        wants_logprobs=found.sampling.wants_logprobs or extra.best_of > 0,
         no_repeat_ngram_size=ngram_size,
         logit_bias=extra.logit_bias,
         bad_words=extra.bad_words_ids,
-        **cast(dict[str, Any], {**numbers, "top_k": int(numbers["top_k"]) % UNLIMITED, **extra.numbers}),
+        **cast(dict[str, Any], extra.numbers),
     )
-
-
-def _number(options: Mapping[str, Any], name: str) -> float:
-    return OPTIONS[name].check(name, options[name])
-
-
-def _count(options: Mapping[str, Any], name: str) -> int:
-    return int(OPTIONS[name].check(name, options[name]))
-
-
-def _seed(value: object) -> int:
-    """Return a seed; a negative one is random, like 0."""
-    return 0 if isinstance(value, int) and value < 0 else whole("rng_seed", value, 0, UNLIMITED)
-
-
-def _flag(options: Mapping[str, Any], name: str) -> bool:
-    """Return a flag. As in GenAI, a whole number and None count as one, and text does not: "no" would be true."""
-    value = options[name]
-    if value is not None and not isinstance(value, (bool, int, np.bool_)):
-        raise GenerationConfigError(f"{name}={shown(value)}: must be True or False")
-    return bool(value)
-
-
-def _num_logprobs(value: object) -> int:
-    return int(value) if isinstance(value, bool) else whole("logprobs", value, 0, UNLIMITED)
-
-
-def _limit(options: Mapping[str, Any], name: str, least: int) -> int | None:
-    number = whole(name, options[name], least, UNLIMITED)
-    return None if number == UNLIMITED else number
-
-
-def _stop_strings(value: object) -> frozenset[str]:
-    strings = [value] if isinstance(value, str) else value
-    if not isinstance(strings, (list, tuple, set, frozenset)) or not all(isinstance(s, str) and s for s in strings):
-        raise GenerationConfigError(f"stop_strings={shown(value)}: must be a set of non-empty strings")
-    if strings:
-        check_characters("stop_strings", strings)
-    return frozenset(strings)
-
-
-def _beams_of(options: Mapping[str, Any]) -> BeamParams | None:
-    """Return the parameters of a beam search, with GenAI's rules; None without one."""
-    num_beams = _count(options, "num_beams")
-    if num_beams == 1:
-        return None
-    groups = whole("num_beam_groups", options["num_beam_groups"], 1, num_beams)
-    if num_beams % groups:
+    if found.max_new_tokens is not None and found.min_new_tokens > found.max_new_tokens:
         raise GenerationConfigError(
-            f"num_beams={num_beams} cannot be divided into num_beam_groups={groups} equal groups"
+            f"min_new_tokens={found.min_new_tokens} is more than max_new_tokens={found.max_new_tokens}"
         )
-    for name, needed in (
-        ("do_sample", False),
-        ("frequency_penalty", 0),
-        ("presence_penalty", 0),
-        ("repetition_penalty", 1),
-    ):
-        if options[name] != needed:
-            raise GenerationConfigError(
-                f"{name}={shown(options[name])} with num_beams={num_beams}: leave one of them out"
-            )
-    diversity = _number(options, "diversity_penalty")
-    if (diversity != 0.0) != (groups > 1):
-        remedy = "set a penalty" if groups > 1 else "raise num_beam_groups"
-        raise GenerationConfigError(f"diversity_penalty={diversity:g} with num_beam_groups={groups}: {remedy}")
-    ngram = whole("no_repeat_ngram_size", options["no_repeat_ngram_size"], 1, UNLIMITED)
-    criteria = getattr(options["stop_criteria"], "name", options["stop_criteria"])
-    if not isinstance(criteria, str) or criteria.lower() not in _STOP_CRITERIA:
-        raise GenerationConfigError(f"stop_criteria={shown(criteria)}: must be EARLY, HEURISTIC or NEVER")
-    return BeamParams(
-        num_beams,
-        groups,
-        diversity,
-        _number(options, "length_penalty"),
-        None if ngram == UNLIMITED else ngram,
-        _STOP_CRITERIA[criteria.lower()],
-    )
-
-
-def _drafts_of(options: Mapping[str, Any]) -> DraftParams | None:
-    """Return how tokens are drafted, without what the pipeline adds; None if no option asks for drafts."""
-    ngram_size = _count(options, "max_ngram_size")
-    max_tokens = whole("num_assistant_tokens", options["num_assistant_tokens"] or 0, 0, UNLIMITED)  # may be None
-    confidence = _number(options, "assistant_confidence_threshold")
-    asked = [name for name in DRAFTING if options[name]]
-    if not asked:
-        return None
-    for name in ("num_beams", "num_return_sequences"):
-        if options[name] != 1:
-            raise GenerationConfigError(
-                f"{asked[0]}={shown(options[asked[0]])} with {name}={shown(options[name])}: "
-                "drafts are for single answers; leave one out"
-            )
-    if max_tokens and confidence:
-        raise GenerationConfigError(
-            f"num_assistant_tokens={max_tokens} with assistant_confidence_threshold={confidence:g}: a draft ends by its length "
-            "or by its confidence; leave one out"
-        )
-    return DraftParams(min(ngram_size, LONGEST_DRAFT), min(max_tokens, LONGEST_DRAFT), confidence=confidence)
+    return replace(found, sampling=sampling)

@@ -2,12 +2,14 @@
 
 A row makes the pipeline's check, the field of each HTTP API, the daemon's check and the line in ``docs/reference/options.md``. A
 new sampling option is a field of ``SamplingParams`` here, and code that acts on it (``sampler.py`` or ``logits_processors.py``).
+An option that is no number is a field of ``ExtraOptions``, which ``read_by`` makes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
 from typing import Any, Literal, TypeAlias
 
 from staticllm.config import whole
@@ -91,6 +93,49 @@ def _float(value: Any) -> float:
 def _row(default: float, least: float, most: float, **rest: Any) -> Any:
     """Return the field of a dataclass whose default and option are one row."""
     return field(default=default, metadata={"option": Option(default, least, most, **rest)})
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a field of checked options is read: by ``check`` from the ``option``'s name and value.
+
+    With ``reads``, ``check`` also gets the values of these options, by name. ``chooses``: whether the option changes which token
+    is chosen, so that beam search cannot have it.
+    """
+
+    check: Callable[..., Any]
+    option: str = ""
+    reads: tuple[str, ...] = ()
+    chooses: bool = False
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The names of the options that it reads."""
+        return (self.option, *self.reads)
+
+    def value(self, options: Mapping[str, Any]) -> Any:
+        """Return the checked value; an option that is not there counts as None."""
+        others = ({name: options.get(name) for name in self.reads},) if self.reads else ()
+        return self.check(self.option, options.get(self.option), *others)
+
+
+def read_by(
+    check: Callable[..., Any],
+    default: Any = MISSING,
+    option: str = "",
+    reads: tuple[str, ...] = (),
+    chooses: bool = False,
+    **of_field: Any,
+) -> Any:
+    """Return the field of a dataclass that is read from an option: that of its name, unless another is named."""
+    return field(default=default, metadata={"reading": Reading(check, option, reads, chooses)}, **of_field)
+
+
+@cache
+def readings(kind: type[Any]) -> dict[str, Reading]:
+    """Return how the fields of a dataclass are read, by the name of the field."""
+    rows = {each.name: each.metadata["reading"] for each in fields(kind) if "reading" in each.metadata}
+    return {name: replace(row, option=row.option or name) for name, row in rows.items()}
 
 
 _ALL: tuple[Api, ...] = ("openai", "ollama", "responses")
