@@ -201,7 +201,7 @@ def extra_options(given: Mapping[str, Any], do_sample: bool) -> ExtraOptions:
         raise GenerationConfigError("mirostat=1: only version 2 is there; pass 2, or 0 to turn it off")
     _check_sampling(numbers, do_sample)
     found = {name: row.value(given) for name, row in _ROWS.items() if not given.keys().isdisjoint(row.options)}
-    choosing = [row.option for row in _ROWS.values() if row.chooses]
+    choosing = dict.fromkeys(name for row in _ROWS.values() if row.chooses for name in row.options)
     return ExtraOptions(
         numbers=numbers,
         choosing=(
