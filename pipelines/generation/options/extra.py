@@ -86,20 +86,7 @@ def _forbidden(name: str, value: object, others: Mapping[str, Any]) -> TokenSequ
     return (*((token,) for token in tokens), *_sequences(name, value))
 
 
-class AllowedTokens:
-    """Lets only some tokens be chosen."""
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = list(tokens)
-
-    def process(self, logits: Any) -> None:
-        """Change the logits ``[vocab]``."""
-        kept = logits[self._tokens]
-        logits[:] = -math.inf
-        logits[self._tokens] = kept
-
-
-def _processors(name: str, value: object, others: Mapping[str, Any]) -> tuple[Any, ...]:
+def _processors(name: str, value: object) -> tuple[Any, ...]:
     found = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for each in found:
         if isinstance(each, type) or not (callable(each) or callable(getattr(each, "process", None))):
@@ -107,10 +94,7 @@ def _processors(name: str, value: object, others: Mapping[str, Any]) -> tuple[An
                 f"{name}={shown(each)}: must be an object with process(logits), or a callable "
                 "(input_ids, scores) -> scores, or a list of them"
             )
-    (allowed,) = _sequences(
-        "allowed_token_ids", [others["allowed_token_ids"]] if others["allowed_token_ids"] else []
-    ) or ((),)
-    return (*found, AllowedTokens(allowed)) if allowed else found
+    return found
 
 
 @dataclass(frozen=True)
@@ -194,7 +178,7 @@ class ExtraOptions:
     bad_words: tuple[str, ...] = read_by(_texts, (), chooses=True)
     bad_words_ids: TokenSequences = read_by(_forbidden, (), reads=("logit_bias",), chooses=True)
     dry_sequence_breakers: tuple[str, ...] = read_by(_texts, DRY_SEQUENCE_BREAKERS)
-    logits_processors: tuple[Any, ...] = read_by(_processors, (), "logits_processor", ("allowed_token_ids",), True)
+    logits_processors: tuple[Any, ...] = read_by(_processors, (), "logits_processor", chooses=True)
     choosing: tuple[str, ...] = ()
     tool_options: ToolOptions = read_by(
         _tool_options, ToolOptions(), "tools", ("tool_choice", "parallel_tool_calls", "parse_tools", "extra_context")

@@ -124,7 +124,6 @@ CASES = {
     "bad_words": Case(["friend"]),
     "bad_words_ids": Case([[THIRD]]),
     "logits_processor": Case(Reverse()),
-    "allowed_token_ids": Case([THIRD]),
     "tools": Case([TOOL]),
     "tool_choice": Case("required", {"tools": [TOOL], "max_new_tokens": 60}),
     "parallel_tool_calls": Case(False, {"tools": [TOOL], "tool_choice": "required", "max_new_tokens": 60}, seen="request"),

@@ -97,7 +97,6 @@ CASES = {
     "no_repeat_ngram_size": Changes(1, {"logit_bias": {40: 9.0}}),
     "logit_bias": Changes({40: 50.0}),
     "bad_words_ids": Changes(lambda known: [[fifth(known)]]),
-    "allowed_token_ids": Changes(lambda known: [each for each in range(2068) if each != fifth(known)]),
     "bad_words": Changes(lambda known: [a_word(known)]),
     "logits_processor": Changes(last_is_best),
     "max_new_tokens": Changes(3),
