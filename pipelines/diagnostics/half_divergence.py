@@ -12,6 +12,7 @@ from staticllm.core import Variant
 from staticllm.devices import check_device, get_core, is_present, kind
 from staticllm.errors import ConfigError, NumericalError
 
+from ...compiler_passes.artifacts.fingerprint import with_article
 from ...compiler_passes.compiling.compile import compile_all
 from ..loading.decoder_kind import DecoderJob, DecoderPlan
 from ..loading.kind import LoadJob
@@ -91,7 +92,7 @@ def measure_f16(job: LoadJob[Any]) -> Iterator[HalfDivergence]:
     """
     if job.kind.name != "decoder":
         raise ConfigError(
-            "--precision f16 compares the next tokens of a decoder, this model is an encoder: leave it out"
+            f"--precision f16 compares the next tokens of a decoder, this model is {with_article(job.kind.name)}: leave it out"
         )
     decoder: DecoderJob = job
     plan = decoder.kind.plan(decoder)

@@ -159,10 +159,12 @@ def _with_adapters(job: LoadJob[Any], paths: tuple[str, ...], is_verified: bool)
     """
     from staticllm.adapters.adapter_set import AdapterSet
     from staticllm.adapters.lora import read_adapter
+    from staticllm.compiler_passes.artifacts.fingerprint import with_article
     from staticllm.pipelines.diagnostics.kinds import diagnosis_of
 
     if not diagnosis_of(job.kind.name).takes_adapters:
-        raise ConfigError(f"--adapter changes decoders, this model is an {job.kind.name}: leave it out")
+        what = with_article(job.kind.name)
+        raise ConfigError(f"--adapter changes decoders, this model is {what}: leave it out")
     if is_verified:
         raise ConfigError("--verify compares a set with the original, which has no adapters: leave one of both out")
     found = AdapterSet.of((read_adapter(path), 1.0) for path in paths)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Protocol
 
 import openvino as ov
 
@@ -54,7 +54,14 @@ from staticllm.server.models.device_engines import DeviceEngines
 from staticllm.sources.hub import located
 from staticllm.sources.model_at import check_model_dir
 
-Pipeline: TypeAlias = StaticLLMPipeline | StaticEmbeddingPipeline | StaticRerankPipeline | StaticWhisperPipeline
+
+class Pipeline(Protocol):
+    """A model that is loaded."""
+
+    def close(self) -> None:
+        """Release its memory."""
+
+
 ENCODER_REQUESTS = 16
 """Requests of an encoder that run at once; each may have many texts."""
 LIMITED_REQUESTS = 4096
