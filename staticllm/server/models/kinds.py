@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,10 +88,16 @@ class Wanted:
 
 @dataclass(frozen=True)
 class ServedKind(ABC):
-    """A kind of model by the name that clients see. ``what``: its name with an article."""
+    """A kind of model by the name that clients see. ``what``: its name with an article.
+
+    ``capability``: what it can do, in Ollama's words; its name without one. ``lm_studio_type``: LM Studio's name of it; without
+    one it is not in LM Studio's list, which clients refuse with types that they do not know.
+    """
 
     name: str
     what: str
+    capability: str = field(default="", kw_only=True)
+    lm_studio_type: str = field(default="", kw_only=True)
     has_engine: ClassVar[bool] = False
     """Whether an engine runs it, which can be in the daemon; else ``is_apart`` gives it a worker process."""
     needs_tokenizer: ClassVar[bool] = True
@@ -100,16 +106,6 @@ class ServedKind(ABC):
     has_chats: ClassVar[bool] = False
     """Whether it has a template of chats, and options of sampling."""
     runs_in_clusters: ClassVar[bool] = True
-
-    @property
-    def capability(self) -> str:
-        """What it can do, in Ollama's words."""
-        return self.name
-
-    @property
-    def lm_studio_type(self) -> str | None:
-        """LM Studio's name of it; None without one: clients refuse lists with types that they do not know."""
-        return None
 
     def posts(self) -> Sequence[tuple[str, type[Any], Callable[..., Any]]]:
         """Return the endpoints that it needs beside those of the APIs: path, fields of the body, handler."""
@@ -202,8 +198,6 @@ class ChatKind(ServedKind):
 
     has_engine = True
     has_chats = True
-    capability = "completion"
-    lm_studio_type = "llm"
 
     def described(self, pipeline: StaticLLMPipeline | None) -> dict[str, Any]:
         return {} if pipeline is None else {"max_model_len": pipeline.config.max_seq_len}
@@ -249,7 +243,6 @@ class SpeechKind(ServedKind):
     has_engine = True
     model_files = (ENCODER, DECODER)
     runs_in_clusters = False
-    capability = "transcription"
 
     def described(self, pipeline: object) -> dict[str, Any]:
         """Return whether it can be sent recordings, which other packages read."""
@@ -313,10 +306,6 @@ class EncoderServed(ServedKind):
     has_scores: bool
     options: tuple[str, ...] = ("overflow", "max_waiting")
 
-    @property
-    def lm_studio_type(self) -> str | None:
-        return None if self.has_scores else "embeddings"
-
     def max_len(self, pipeline: EncoderPipeline) -> int | None:
         return pipeline.max_length
 
@@ -364,12 +353,14 @@ class EncoderServed(ServedKind):
         return pipeline.is_usable
 
 
-EMBEDDING = EncoderServed("embedding", "an embedding model", StaticEmbeddingPipeline, has_scores=False)
+EMBEDDING = EncoderServed(
+    "embedding", "an embedding model", StaticEmbeddingPipeline, has_scores=False, lm_studio_type="embeddings"
+)
 RERANK = EncoderServed(
     "rerank", "a reranker", StaticRerankPipeline, True, (*EncoderServed.options, "activation", "score_words")
 )
-CHAT = ChatKind("chat", "a chat model")
-SPEECH = SpeechKind("speech", "a speech model")
+CHAT = ChatKind("chat", "a chat model", capability="completion", lm_studio_type="llm")
+SPEECH = SpeechKind("speech", "a speech model", capability="transcription")
 
 
 def served_kinds() -> dict[str, ServedKind]:

@@ -91,7 +91,7 @@ async def show(call: ApiCall, body: OllamaShowRequest) -> Response:
 
 def capabilities(model: ServedModel, facts: ModelFacts) -> list[str]:
     """Return what a model can do, in Ollama's words."""
-    found = [model.kind.capability]
+    found = [model.kind.capability or model.spec.kind]
     return found + ["tools"] * facts.has_tools + ["thinking"] * facts.has_reasoning
 
 

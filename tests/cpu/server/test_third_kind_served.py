@@ -48,7 +48,6 @@ class SoundPipeline:
 
 class SoundServed(ServedKind):
     needs_tokenizer = False
-    capability = "hearing"
 
     def fits(self, model, directory):
         return SoundKind.fits(model, directory)
@@ -73,7 +72,14 @@ class SoundServed(ServedKind):
 
 @pytest.fixture
 def folder(tmp_path):
-    register(KnownKind(SoundKind.name, "SoundPipeline", SoundKind, served=(SoundServed("sound", "a model of sounds"),)))
+    register(
+        KnownKind(
+            SoundKind.name,
+            "SoundPipeline",
+            SoundKind,
+            served=(SoundServed("sound", "a model of sounds", capability="hearing"),),
+        )
+    )
     yield written(tmp_path / "model", "openvino_model.xml")
     del KINDS[SoundKind.name]
 
