@@ -167,6 +167,7 @@ def flip(path):
         lambda content: content.update(kv_type="f32"),
         lambda content: content["variants"][0].pop("batch"),
         lambda content: content["fingerprint"].update({"kind of model": "decoder"}),
+        lambda content: content["fingerprint"].update({"kind of model": "speech"}),  # it has parts, each with a set
         lambda content: content.update(properties={"prefill": {}}),
     ],
 )
