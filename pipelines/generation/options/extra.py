@@ -181,7 +181,10 @@ class ExtraOptions:
     logits_processors: tuple[Any, ...] = read_by(_processors, (), "logits_processor", chooses=True)
     choosing: tuple[str, ...] = ()
     tool_options: ToolOptions = read_by(
-        _tool_options, ToolOptions(), "tools", ("tool_choice", "parallel_tool_calls", "parse_tools", "extra_context")
+        _tool_options,
+        option="tools",
+        reads=("tool_choice", "parallel_tool_calls", "parse_tools", "extra_context"),
+        default_factory=ToolOptions,
     )
     best_of: int = read_by(lambda name, value: OPTIONS[name].check(name, value or 0), 0)
 
