@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-_PIPELINES, _SERVED = "staticllm.pipelines", "staticllm.server.models.kinds"
+_PIPELINES = "staticllm.pipelines"
+_SERVED = "staticllm.server.models.kinds"
 Named = str | object
 """A class or a value, or ``module:name``: the table lies below all rooms, so its own rows name by text."""
 

@@ -78,9 +78,9 @@ def jobs_in(
     """
     found = located(models_path)
     if found.kind.has_parts:
-        directory, diagnosis = found.directory, diagnosis_of(found.kind.name)
-    else:
-        directory, diagnosis = _of_one_graph(models_path, properties)
+        whole = diagnosis_of(found.kind.name)
+        return whole.jobs(found.directory, device, properties, on_progress, check)
+    directory, diagnosis = _of_one_graph(models_path, properties)
     return diagnosis.jobs(directory, device, properties, on_progress, check)
 
 
