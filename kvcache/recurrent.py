@@ -26,7 +26,6 @@ class StateBank:
         self._live: KVSequence | None = None
 
     def __bool__(self) -> bool:
-        """Whether the model has recurrent states."""
         return bool(self.past)
 
     def release(self) -> None:

@@ -36,7 +36,6 @@ class StoredSequence:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all arrays."""
         return sum(array.nbytes for array in (*self.kv, *self.states))
 
     def prefix(self, length: int) -> StoredSequence:

@@ -42,7 +42,6 @@ class ChatSession:
             self.is_open = True
 
     def finish(self) -> None:
-        """End the conversation and forget its turns."""
         with self.exclusive():
             self._forget()
             self.is_open = False

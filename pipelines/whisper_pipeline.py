@@ -393,7 +393,6 @@ class _Stream:
         return bool(self._sink.write(list(tokens), text) == Status.RUNNING)
 
     def end(self) -> None:
-        """End the stream after the last token."""
         if self._sink is not None:
             if self._sink.takes_text and (rest := self._text.finish()):
                 self._sink.write([], rest)

@@ -152,7 +152,6 @@ class GenaiCalls:
         return CountedCall(shares_of(times, kinds), num_running(times), 1e3 * statistics.fmean(counted.seconds))
 
     def forget(self) -> None:
-        """Free the programs with counters."""
         self._counted.clear()
 
 

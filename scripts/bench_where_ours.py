@@ -140,7 +140,6 @@ class StaticCalls:
         return CountedCall(shares_of(times, kinds), num_nodes, mean_ms)
 
     def forget(self) -> None:
-        """Free the programs with counters."""
         self._counted.clear()
         self._compiled.clear()
         self._feeds.clear()

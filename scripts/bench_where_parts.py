@@ -129,9 +129,7 @@ class Divisible(Protocol):
         """Return what was counted for the prompt, or for a mean decode step."""
         ...
 
-    def forget(self) -> None:
-        """Free the programs with counters."""
-        ...
+    def forget(self) -> None: ...
 
 
 class Reader(genai.StreamerBase):  # type: ignore[misc]
@@ -142,7 +140,6 @@ class Reader(genai.StreamerBase):  # type: ignore[misc]
         self.times: list[float] = []
 
     def write(self, token: SupportsInt | Sequence[SupportsInt]) -> genai.StreamingStatus:
-        """Receive one token or several."""
         self.times += [time.perf_counter()] * (len(token) if isinstance(token, Sequence) else 1)
         return genai.StreamingStatus.RUNNING
 

@@ -128,7 +128,6 @@ class RecurrentState:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of one sequence's state."""
         import numpy as np  # `staticllm --help` needs none
 
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize

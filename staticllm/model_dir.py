@@ -100,7 +100,6 @@ def joins_tokens(directory: Path) -> bool:
 
 
 def weights_of(directory: Path, weights: str | None = None, model_file: str = MODEL_XML) -> Path:
-    """Return the path of the weights file."""
     return Path(weights) if weights else (directory / model_file).with_suffix(".bin")
 
 

@@ -97,7 +97,6 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """The number of bytes of all blobs."""
         return sum(blob.num_bytes for blob in self.blobs.values())
 
     @property

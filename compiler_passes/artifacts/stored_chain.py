@@ -54,7 +54,6 @@ Pieces = tuple[Piece, ...]
 
 
 def type_of(name: str) -> ov.Type:
-    """Return OpenVINO's element type of this name."""
     found: ov.Type = getattr(ov.Type, name)
     return found
 

@@ -91,24 +91,19 @@ class ChainPort:
     element_type: ov.Type
 
     def get_names(self) -> set[str]:
-        """Return the port's only name."""
         return {self.name}
 
     def get_any_name(self) -> str:
-        """Return the port's name."""
         return self.name
 
     def get_element_type(self) -> ov.Type:
-        """Return the element type."""
         return self.element_type
 
     def get_partial_shape(self) -> ov.PartialShape:
-        """Return the static shape."""
         return self.partial_shape
 
     @property
     def partial_shape(self) -> ov.PartialShape:
-        """The static shape."""
         return ov.PartialShape(list(self.shape))
 
 

@@ -44,7 +44,6 @@ def _describe_nodes(body: ov.Model) -> Hashable | None:
 
 
 def describe_attributes(node: ov.Node) -> Hashable:
-    """Return a node's attributes as text."""
     return str(sorted((name, str(value)) for name, value in node.get_attributes().items()))
 
 

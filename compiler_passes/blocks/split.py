@@ -251,7 +251,6 @@ class _Copy:
         return parameter
 
     def results(self, values: Sequence[ov.Output]) -> list[ov.Node]:
-        """Return results of a part."""
         return [named_result(f"out{index}", value) for index, value in enumerate(values)]
 
 

@@ -77,7 +77,6 @@ class ProbeMemory:
         return list(found) if found is not None and len(found) == count else None
 
     def add(self, question: str, seconds: Sequence[float]) -> None:
-        """Add the seconds of a question's candidates."""
         self._times[question] = list(seconds)
 
 

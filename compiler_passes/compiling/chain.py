@@ -162,12 +162,10 @@ class CompiledChain:
 
     @property
     def inputs(self) -> tuple[ChainPort, ...]:
-        """The inputs of the whole program."""
         return self.plan.inputs
 
     @property
     def outputs(self) -> tuple[ChainPort, ...]:
-        """The outputs of the whole program."""
         return self.plan.outputs
 
     def bound_calls(self, tensors: Mapping[str, ov.Tensor]) -> list[BoundCall]:

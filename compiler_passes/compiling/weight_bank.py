@@ -106,7 +106,6 @@ class WeightBank:
         return None
 
     def memory(self, first: int, size: int) -> memoryview:
-        """Return the memory of one of ``regions``."""
         owners = [entry.data for entry in self.entries if first <= entry.data.ctypes.data < first + size]
         whole = next((data for data in owners if data.ctypes.data == first and data.nbytes == size), None)
         if whole is not None:
@@ -119,5 +118,4 @@ class WeightBank:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all weights."""
         return sum(size for _, size in self.regions)

@@ -74,7 +74,6 @@ def _save(model: ov.Model, path: Path) -> None:
 
 
 def _read(header: GGUFHeader) -> ov.Model:
-    """Return the stateful model of a file."""
     from openvino.frontend import FrontEndManager
 
     what = f"{str(header.path)!r} (architecture {shown(header.architecture)}, {', '.join(kinds_of(header))})"

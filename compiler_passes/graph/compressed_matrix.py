@@ -48,7 +48,6 @@ class CompressedMatrix:
 
     @property
     def bits(self) -> int:
-        """Bits of one weight."""
         return int(self.weights.get_element_type().bitwidth)
 
     @property

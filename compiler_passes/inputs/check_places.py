@@ -54,7 +54,6 @@ class Remains:
 
     @property
     def reader(self) -> str:
-        """The node that reads it."""
         node = self.port.get_node()
         return f"{node.get_type_name()} {node.get_friendly_name()!r}"
 

@@ -51,7 +51,6 @@ class Term:
 
     @property
     def key(self) -> Key:
-        """What identifies the input."""
         return self.port.get_node().get_instance_id(), self.port.get_index()
 
     @property

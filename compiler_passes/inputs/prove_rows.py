@@ -116,7 +116,6 @@ def _are_alike(alone: NDArray[np.generic], among: NDArray[np.generic]) -> bool:
 
 
 def _evaluate(model: ov.Model, values: Sequence[ov.Output], call: _Call) -> list[NDArray[np.generic]]:
-    """Return the values in a call."""
     places = {node.get_instance_id(): index for index, node in enumerate(model.get_ordered_ops())}
     copy = model.clone()
     for parameter in copy.get_parameters():

@@ -151,7 +151,6 @@ class ChildCompiler:
         return self._session
 
     def _drop(self) -> None:
-        """End the child and remove its folder."""
         if self._session is not None:
             if self._end is not None:
                 self._end.detach()
@@ -307,7 +306,6 @@ class _Session:
         return NPUProgram(blob, schedule, compiled.seconds, compiled.requirements, trace)
 
     def kill(self) -> None:
-        """End the child at once."""
         if self._child is not None:
             self._child.kill()
 

@@ -31,7 +31,6 @@ class Log:
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
 
     def begin(self) -> None:
-        """Note that a new program begins."""
         self._begin = self.path.stat().st_size if self.path.is_file() else 0
         self._lines.clear()
 

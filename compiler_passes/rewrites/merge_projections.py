@@ -176,6 +176,5 @@ def join_constants(constants: Sequence[ov.Node], sizes: Sequence[int], axis: int
 
 
 def raw_bytes(constant: ov.Node) -> NDArray[np.uint8]:
-    """Return the memory of a constant."""
     data: NDArray[Any] = np.asarray(constant.data)
     return data.reshape(-1).view(np.uint8)

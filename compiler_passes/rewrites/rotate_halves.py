@@ -53,7 +53,6 @@ def order_of_halves(heads: int, size: int) -> Order:
 
 
 def has_pairs(model: ov.Model) -> bool:
-    """Return whether a decoder rotates pairs."""
     return any(
         _turned_source(value) is not None
         for node in model.get_ordered_ops()

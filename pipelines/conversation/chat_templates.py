@@ -40,7 +40,6 @@ class ChatTemplates:
     def parser_of(
         self, format: AnswerFormat, tools: Iterable[Mapping[str, Any]], options: GenerationOptions
     ) -> MessageParser:
-        """Return the parser of one answer."""
         own = _own(format)
         assert own is not None
         asked = options.extra.tool_options

@@ -41,7 +41,6 @@ def _take_any(stream: TextStream, write: Callable[[str], object], level: int) ->
 
 
 def _take_container(stream: TextStream, write: Callable[[str], object], level: int) -> Steps[None]:
-    """Take an object or an array."""
     is_object = (yield from _take_one(stream, write, "{[")) == "{"
     end = "}" if is_object else "]"
     after = yield from _take_space(stream, write)
@@ -101,7 +100,6 @@ def take_object(stream: TextStream, write: Callable[[str], object]) -> Steps[Non
 
 
 def take_value(stream: TextStream) -> Steps[Any]:
-    """Take one JSON value and return it."""
     chars: list[str] = []
     yield from take_json(stream, chars.append)
     return json.loads("".join(chars))

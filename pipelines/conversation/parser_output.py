@@ -75,7 +75,6 @@ class Output:
         self._has_reasoning = False
 
     def take_events(self) -> list[Event]:
-        """Return the events since the last call."""
         events = self._events
         self._events = []
         return merged(events)
@@ -100,20 +99,17 @@ class Output:
             self.has_content = True
 
     def reasoning(self, text: str) -> None:
-        """Add reasoning."""
         text = text if self._has_reasoning else text.lstrip()
         if kept := self._reasoning_space.push(text):
             self._events.append(ReasoningDelta(kept))
             self._has_reasoning = True
 
     def open_block(self) -> None:
-        """Begin a block."""
         self._before_block = (self._space.take(), self._drops_space)
         self._reasoning_space = _HeldSpace()
         self._has_reasoning = False
 
     def close_block(self) -> None:
-        """End a block."""
         self._space.take()
         self._drops_space = True
 
@@ -139,7 +135,6 @@ class Output:
         self.begin_call(name)
 
     def arguments(self, text: str) -> None:
-        """Add to the arguments of the call."""
         if text:
             self._events.append(ArgumentsDelta(self._num_calls, text))
 

@@ -32,7 +32,6 @@ class TextStream:
         self._is_over = False
 
     def feed(self, text: str) -> None:
-        """Add a piece."""
         if self._since_mark is not None:
             self._since_mark.append(self._text[self._mark : self._place])
         self._text = self._text[self._place :] + text
@@ -40,12 +39,10 @@ class TextStream:
         self._mark = 0
 
     def close(self) -> None:
-        """Declare that no piece follows."""
         self._is_over = True
 
     @property
     def is_over(self) -> bool:
-        """Whether no piece follows."""
         return self._is_over
 
     def take_all(self) -> str:

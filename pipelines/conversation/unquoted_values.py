@@ -73,7 +73,6 @@ class _Collected:
         self.has_begun = False
 
     def add(self, piece: str) -> None:
-        """Add a piece."""
         self.whole += piece
         if not self.has_begun and piece.strip():
             self._output.arguments(self._name)

@@ -205,7 +205,6 @@ class CallCosts:
         return self._seconds.get(shapes, self._last)
 
     def add(self, shapes: object, seconds: float) -> None:
-        """Learn from a call that took ``seconds``."""
         known = self._seconds.get(shapes)
         if known is None and len(self._seconds) >= MAX_SHAPES:
             self._seconds.clear()

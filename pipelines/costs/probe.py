@@ -84,12 +84,10 @@ class CostProbe:
         self._is_paused = True
 
     def resume(self) -> None:
-        """Measure again."""
         self._is_paused = False
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is measured now."""
         return self._is_paused
 
     def when_done(self, call: Callable[[], None]) -> None:

@@ -153,7 +153,6 @@ class EngineConnection:
             return np.array(weights)
 
     def has(self, request: int) -> bool:
-        """Return whether a request runs."""
         return request in self._running
 
     def ask(self, message: Message) -> Message:

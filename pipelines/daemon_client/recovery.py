@@ -49,7 +49,6 @@ class LiveRequest(OutputQueue):
 
     @property
     def is_over(self) -> bool:
-        """Whether all its answers have ended."""
         return len(self._ended) == self.request.num_sequences
 
     @property
@@ -214,7 +213,6 @@ class Recovery:
             return self._is_running
 
     def _resume(self) -> None:
-        """Connect, and submit what is lost."""
         waiting = self.lost()
         try:
             connection = self._connection()

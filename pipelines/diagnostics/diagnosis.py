@@ -120,7 +120,6 @@ class Diagnosis(Generic[K]):
         return self.report_of(job, job.kind.plan(job))
 
     def report_of(self, job: LoadJob[K], plan: CompilePlan[Any, Any]) -> ModelReport:
-        """Describe a lowered model."""
         return ModelReport(**self.described(job, plan), settings=planned_settings(get_core(), plan.options))
 
     def described(self, job: LoadJob[K], plan: CompilePlan[Any, Any]) -> dict[str, Any]:
@@ -254,7 +253,6 @@ class Diagnosis(Generic[K]):
         return f"{found['places']} {self.places}, cosine {found['agreement']:.6f}, {distance}"
 
     def try_out(self, job: LoadJob[K]) -> Trial:
-        """Load a model and run it once."""
         load_job(job)
         return Trial()
 

@@ -53,7 +53,6 @@ class HalfDivergence:
         return self.is_good or not self.decides
 
     def line(self) -> str:
-        """Return it as one line."""
         found = self.divergence
         mark = "ok" if self.is_good else "FAIL" if self.decides else "note"
         text = f"KL {found.mean:.1e} ± {found.error:.0e} nats per token, at most {found.largest:.1e}"
@@ -67,7 +66,6 @@ class HalfDivergence:
         return f"{text} ({self.how})"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it as JSON holds it."""
         found = self.divergence
         seen = self.extremes
         return {

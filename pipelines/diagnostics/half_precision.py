@@ -44,7 +44,6 @@ class Extremes:
     first: str = ""
 
     def reset(self) -> None:
-        """Forget what was seen."""
         self.__init__()  # type: ignore[misc]
 
     def see(self, values: np.ndarray[Any, Any], name: str) -> None:
@@ -175,7 +174,6 @@ class RoundedModel(LoweredModel):
 
     @classmethod
     def of(cls, lowered: LoweredModel, has_whole_norms: bool = True) -> RoundedModel:
-        """Return a model like ``lowered``."""
         return cls(
             lowered.graph,
             lowered.shape,

@@ -95,12 +95,10 @@ class ProgramSchedule:
 
     @property
     def num_calls(self) -> int:
-        """The calls of the device."""
         return sum(each.count for each in self.calls)
 
     @property
     def repeats(self) -> bool:
-        """Whether layers repeat."""
         return any(each.role == "block" for each in self.calls)
 
 
@@ -145,7 +143,6 @@ class NPUReport:
         return {**self.model.as_dict(), "npu": asdict(self.compiled)}
 
     def lines(self) -> list[str]:
-        """Return the lines that ``staticllm inspect`` prints."""
         found = self.compiled
         return [
             *self.model.lines(),
@@ -211,7 +208,6 @@ class PredictedTimes:
     packed: PackedTime | None
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """Yield each figure with its name."""
         for prompt in self.prompts:
             yield f"TTFT, {prompt.num_tokens} tokens", f"{prompt.ms:.1f} ms in {prompt.num_calls}"
         for token in self.tokens:

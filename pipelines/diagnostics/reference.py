@@ -79,7 +79,6 @@ class StatefulReference:
         self._text: list[int] = []
 
     def reset(self) -> None:
-        """Begin a new conversation."""
         self._request.reset_state()
         self._length = 0
         self._text.clear()

@@ -284,7 +284,6 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         return replace(job, kind=replace(self, chosen=decided, max_length=max_length))
 
     def check(self, programs: EncoderPrograms) -> None:
-        """Check the ports of imported programs."""
         check_ports(programs.shape, programs.compiled)
 
     def _check_output(self, job: AnyJob, shape: EncoderShape) -> None:

@@ -42,9 +42,7 @@ class BeamMask(Protocol):
         """Prepare the next ``process``, while the device runs."""
         ...
 
-    def accept(self, token: int, /) -> None:
-        """Take the next token of the beam."""
-        ...
+    def accept(self, token: int, /) -> None: ...
 
     def process(self, logits: Logits, /) -> None:
         """Set the entries ``[vocab]`` of tokens that may not follow to -inf."""
@@ -80,7 +78,6 @@ class BeamRules:
         """No answer has to end in time."""
 
     def accept(self, token: int) -> None:
-        """Take the next token of the beam."""
         for processor in self._processors:
             processor.accept(token)
 
@@ -101,7 +98,6 @@ class BeamParams:
 
     @property
     def group_size(self) -> int:
-        """The number of beams of one group."""
         return self.num_beams // self.num_beam_groups
 
 
@@ -147,7 +143,6 @@ class _Beam:
     total: float = 0.0
 
     def followed_by(self, token: int, logprob: float) -> _Beam:
-        """Return the answer with one more token."""
         return _Beam((*self.tokens, token), (*self.logprobs, logprob), self.total + logprob)
 
 
@@ -213,7 +208,6 @@ class BeamSearch:
 
     @property
     def is_done(self) -> bool:
-        """Whether no beam is in progress."""
         return all(group.is_done for group in self._groups)
 
     @property

@@ -109,7 +109,6 @@ class PromptLookup:
         """Learn nothing: the text alone decides."""
 
     def forget(self) -> None:
-        """Forget all tokens."""
         self._places: dict[tuple[int, ...], int] = {}  # of n-grams: the index of the token after the last occurrence
         self._found = [
             0
@@ -201,7 +200,6 @@ class AnswerDrafts:
 
     @property
     def limit(self) -> int:
-        """The most tokens of a draft."""
         return self.params.max_tokens or MAX_DRAFT
 
     def count_step(self) -> bool:

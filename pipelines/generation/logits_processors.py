@@ -173,7 +173,6 @@ class TokenHistory:
         self._count = len(tokens)
 
     def add(self, token: int) -> None:
-        """Add a token."""
         if self._count == len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.zeros_like(self._tokens)])
         self._tokens[self._count] = token

@@ -54,7 +54,6 @@ class GrammarCompiler:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """The tokens of the model."""
         with self._lock:
             return self._known_vocabulary()
 

@@ -60,7 +60,6 @@ class _Parser:
         self._depth = 0
 
     def rules(self) -> dict[str, Node]:
-        """Return the rules by prefixed name."""
         rules: dict[str, Node] = {}
         self._skip()
         while self._place < len(self._text):

@@ -80,7 +80,6 @@ class TokenCosts:
         self._symbol_of_special = {id: NUM_BYTES + index for index, id in enumerate(self.special)}
 
     def symbols_of(self, token: int) -> Symbols:
-        """Return the text of a token."""
         special = self._symbol_of_special.get(token)
         return tuple(self._tokens[token]) if special is None else (special,)
 
@@ -120,7 +119,6 @@ class Ending:
 
     @property
     def num_tokens(self) -> float:
-        """The number of its tokens."""
         return self.costs[0]
 
     @property

@@ -137,7 +137,6 @@ class _Bounds:
             self._of_rule = dict.fromkeys(rules, 0.0)
 
     def of(self, node: Node) -> float:
-        """Return the bound of a node."""
         match node:
             case FixedText(text):
                 bound = self._bounds.covering(text.encode())

@@ -359,7 +359,6 @@ class _Option:
 
     @property
     def names(self) -> Iterator[str]:
-        """The properties that it lists."""
         return (name for part in self.parts for name in part.get("properties", {}))
 
     def property(self, name: str) -> AnySchema:

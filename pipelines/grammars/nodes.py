@@ -22,7 +22,6 @@ class Node:
 
     @property
     def children(self) -> tuple[Node, ...]:
-        """The parts of the node."""
         return ()
 
     def terminal(self, writer: LarkWriter) -> str:

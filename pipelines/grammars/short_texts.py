@@ -71,7 +71,6 @@ STYLES = (Style(), Style(", ", ": "), *(Style(filler=filler) for filler in FILLE
 
 
 def text_symbols(text: str) -> Symbols:
-    """Return the bytes of a text."""
     return tuple(text.encode())
 
 

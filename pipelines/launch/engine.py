@@ -57,17 +57,14 @@ class Launched:
 
     @property
     def config(self) -> StaticLLMConfig:
-        """The config in force."""
         return self.loaded.config
 
     @property
     def vocab_size(self) -> int:
-        """The number of token ids."""
         return self.loaded.programs.shape.vocab_size
 
     @property
     def kv_type(self) -> str:
-        """The element type of keys and values."""
         return self.loaded.programs.options.kv_type or ""
 
     @property

@@ -252,7 +252,6 @@ class DeferredImports(DeferredPrograms[V, S]):
         return self._compiled[variant]
 
     def note_costs(self, costs: CostModel[V], variants: Iterable[V]) -> None:
-        """Take over the known costs."""
         for variant in variants:
             if variant in self._costs and variant not in costs.measured:
                 costs.update(variant, self._costs[variant])

@@ -67,7 +67,6 @@ class DecoderPlan(CompilePlan[Variant, ModelShape]):
 
     @property
     def kv_type(self) -> KVType:
-        """The element type of the KV slots."""
         assert self.options.kv_type is not None, "a decoder has KV slots"
         return self.options.kv_type
 

@@ -80,7 +80,6 @@ class SetPlace(Generic[V, S, R]):
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """The job's fingerprint."""
         return self.known or self.job.kind.fingerprint(self.job)
 
     @property

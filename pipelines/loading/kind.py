@@ -231,7 +231,6 @@ class LoadJob(Generic[K_co]):
 
     @property
     def weights(self) -> Path:
-        """The weights file."""
         return weights_of(self.directory, self.config.weights_path, self.config.model_file)
 
     def read_model(self) -> ov.Model:

@@ -39,7 +39,6 @@ class OneSourceKind(ProgramKind[SourceVariant, S, R]):
     runner_class: ClassVar[Callable[..., Any]]
 
     def lowered(self, job: LoadJob[Any], source: OpenedModel) -> LoweredForOneSource[S]:
-        """Return the program's model."""
         raise NotImplementedError
 
     def lower(self, job: LoadJob[Any], source: OpenedModel, start: StartWith) -> CompilePlan[SourceVariant, S]:

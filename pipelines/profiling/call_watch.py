@@ -55,7 +55,6 @@ class RecentCalls:
             self._entries.append({**entry, "number": self._end})
 
     def skip(self, count: int) -> None:
-        """Number entries that were lost."""
         with self._lock:
             self._end += count
 

@@ -20,9 +20,7 @@ KEPT_REQUESTS = 4096
 class Recorder(Protocol):
     """Receives records one by one on the engine's thread: a list, or a ``Trace``."""
 
-    def append(self, record: Record, /) -> object:
-        """Add a record."""
-        ...
+    def append(self, record: Record, /) -> object: ...
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,6 @@ class BoundPrograms(Mapping[Variant, Program]):
 
     @property
     def bound(self) -> tuple[Program, ...]:
-        """The programs that are bound by now."""
         return tuple(self._bound.values())
 
     def compiled(self, variant: Variant) -> AnyProgram:

@@ -51,7 +51,6 @@ class OneSourceRunner(Generic[S]):
 
     @property
     def cost(self) -> float:
-        """The seconds of a call."""
         return self.costs(self.variant)
 
     @property

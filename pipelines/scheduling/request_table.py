@@ -77,7 +77,6 @@ class RequestInfo:
 
     @property
     def status(self) -> RequestStatus:
-        """What the request does now."""
         return self._status
 
     @status.setter
@@ -235,16 +234,13 @@ class RequestTable:
         return self._infos[request]
 
     def add(self, info: RequestInfo) -> None:
-        """Add a request."""
         self._infos[info.id] = info
         info.enter(self._counts)
 
     def remove(self, request: int) -> None:
-        """Remove a request by its id."""
         self._infos.pop(request).leave()
 
     def clear(self) -> None:
-        """Remove all requests."""
         for info in self._infos.values():
             info.leave()
         self._infos.clear()

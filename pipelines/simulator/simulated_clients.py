@@ -93,7 +93,6 @@ class SimulatedJobs:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether a call waits."""
         return self._clock.now < self._jobs.end
 
     @property

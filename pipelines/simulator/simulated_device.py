@@ -59,7 +59,6 @@ class DeviceModel:
 
     @property
     def options(self) -> EngineOptions:
-        """The options of its engine."""
         return EngineOptions(
             self.limits, self.max_seq_len, host_kv_slots=self.host_kv_slots, prefix_caching=self.prefix_caching,
             measure_costs=False, waits_for_batch=self.waits_for_batch,
@@ -80,7 +79,6 @@ class SimulatedRequest:
         return self.arrival.num_prompt + (0 if self.before is None else len(self.before.token_times))
 
     def engine_request(self, max_seq_len: int, drafting: Drafting | None) -> EngineRequest:
-        """Return it as the engine receives it."""
         arrival = self.arrival
         return EngineRequest(
             prompt_of(arrival),
@@ -209,7 +207,6 @@ class SimulatedDevice:
         self.core.close()
 
     def append(self, record: Record) -> None:
-        """Receive a record from the engine."""
         if isinstance(record, StepRecord):
             self.steps.append(self._renumbered(record))
         elif isinstance(record, JobRecord):

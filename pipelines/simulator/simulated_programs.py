@@ -236,7 +236,6 @@ class Drafting:
 
     @property
     def params(self) -> DraftParams:
-        """The parameters of a request that drafts."""
         return DraftParams(max_tokens=self.most, uses_model=True)
 
     def model(self, max_num_seqs: int, max_seq_len: int, clock: VirtualClock) -> DraftModel:

@@ -39,7 +39,6 @@ class AudioStream(io.BufferedIOBase):
         return True
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
         super().close()
 

@@ -33,7 +33,6 @@ class WindowTimes:
 
     @classmethod
     def of(cls, tokens: WhisperTokens, mel: MelConfig, max_source_positions: int = MAX_SOURCE_POSITIONS) -> WindowTimes:
-        """Return the times of a model."""
         frames = max(1, mel.window_frames // max_source_positions)
         return cls(
             tokens.timestamp_begin, tokens.eos, mel.chunk_length / max_source_positions, frames, mel.window_frames

@@ -82,19 +82,13 @@ class LaunchedDecoder(Protocol):
     """The decoder of a speech model, in this process or in a daemon: ``Launched``, ``RemoteLaunched``."""
 
     @property
-    def engine(self) -> EngineClient:
-        """Its engine."""
-        ...
+    def engine(self) -> EngineClient: ...
 
     @property
-    def config(self) -> StaticLLMConfig:
-        """The config in force."""
-        ...
+    def config(self) -> StaticLLMConfig: ...
 
     @property
-    def vocab_size(self) -> int:
-        """The number of token ids."""
-        ...
+    def vocab_size(self) -> int: ...
 
     def close(self, drain: bool = False) -> None:
         """End the engine. A second call does nothing."""
@@ -189,7 +183,6 @@ class SpeechModel:
 
     @property
     def engine(self) -> EngineClient:
-        """The engine that owns the device."""
         return self.launched.engine
 
     @contextmanager

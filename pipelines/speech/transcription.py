@@ -309,7 +309,6 @@ class Transcriber:
         return min((start + heard.advance) / self._mel.frames_per_second, run.seconds)
 
     def _language(self, window: Window, options: WhisperOptions, run: _Run) -> str:
-        """Return the language that the model hears."""
         if not options.tokens.is_multilingual:
             return NO_LANGUAGE
         tokens = options.tokens

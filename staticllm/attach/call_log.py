@@ -25,21 +25,15 @@ ROWS = frozenset(["input_ids", "inputs_embeds"])
 class Repeatable(Protocol):
     """What a log needs to repeat its calls."""
 
-    def run(self, inputs: dict[int, Array]) -> None:
-        """Run a call and drop its outputs."""
-        ...
+    def run(self, inputs: dict[int, Array]) -> None: ...
 
-    def set_state(self, index: int, values: Array) -> None:
-        """Set a state."""
-        ...
+    def set_state(self, index: int, values: Array) -> None: ...
 
     def write_state(self, index: int, values: Array) -> None:
         """Write values into the tensor of a state."""
         ...
 
-    def reset_state(self, index: int) -> None:
-        """Set one state back."""
-        ...
+    def reset_state(self, index: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +49,6 @@ class StateChange:
         return 0 if self.values is None else self.values.nbytes
 
     def repeat(self, request: Repeatable) -> None:
-        """Change the state of another request."""
         if self.values is None:
             request.reset_state(self.index)
         elif self.is_in_place:
@@ -75,7 +68,6 @@ class SingleCall:
         return sum(array.nbytes for array in self.inputs.values())
 
     def repeat(self, request: Repeatable) -> None:
-        """Run the call on another request."""
         request.run(self.inputs)
 
 

@@ -24,7 +24,6 @@ class Completions:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a function runs or waits."""
         return self._open.value > 0
 
     def is_current_thread(self) -> bool:

@@ -88,7 +88,6 @@ class DaemonRequest:
         self._exchange(self._channel.send, Message(Kind.RESET, 1, flags=QUIET))
 
     def state_names(self) -> list[str]:
-        """Return the names of the states."""
         return [str(name) for name in self._checked(self._ask(Message(Kind.STATES, 1))).body.get("names", [])]
 
     def get_state(self, index: int) -> Array:
@@ -97,7 +96,6 @@ class DaemonRequest:
         return values.copy()
 
     def set_state(self, index: int, values: Array) -> None:
-        """Set a state."""
         self._send(Message(Kind.SET_STATE, 1, body={"index": index}), [values], [0])
         self._checked(self._exchange(self._channel.receive))
 
@@ -107,7 +105,6 @@ class DaemonRequest:
         self._checked(self._exchange(self._channel.receive))
 
     def reset_state(self, index: int) -> None:
-        """Set one state back."""
         self._checked(self._ask(Message(Kind.RESET_STATE, 1, body={"index": index})))
 
     def profile(self) -> list[dict[str, Any]]:

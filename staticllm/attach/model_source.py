@@ -54,7 +54,6 @@ class NativeSource:
 
     @property
     def name(self) -> str:
-        """What a person calls the model."""
         return "in memory" if self.is_copy else str(self.xml)
 
     def describe(self) -> dict[str, Any]:

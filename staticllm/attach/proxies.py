@@ -59,7 +59,6 @@ class AttachedState:
 
 
 def states_of(request: MovableRequest) -> list[AttachedState]:
-    """Return the states of a request."""
     names = request.state_names() if request.model.is_stateful else []
     return [AttachedState(request, index, name) for index, name in enumerate(names)]
 

@@ -161,7 +161,6 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     if sys.stdout is None:  # the shell has closed it: `staticllm run … >&-`
         click.echo("Error: standard output is closed: direct it to a file or to the null device", err=True)
         sys.exit(1)

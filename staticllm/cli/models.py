@@ -41,7 +41,6 @@ class LocalModel:
         return sum(each.num_bytes for each in (self.pulled, self.converted) if each is not None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the model as JSON types."""
         used = max(each.used for each in (self.pulled, self.converted) if each is not None)
         path = self.pulled.path if self.pulled is not None else next(iter(self.converted.sources), None)  # type: ignore[union-attr]
         return {

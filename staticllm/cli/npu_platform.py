@@ -21,7 +21,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def platform_options(command: F) -> F:
-    """Add the two options to a command."""
     platform = value("--platform", str, "Compile for an NPU elsewhere: 3720 (Meteor Lake), 4000 (Lunar Lake) or 5010.")
     kinds = click.Choice(["auto", "local", "wine"])
     compiler = value("--compiler", kinds, "The NPU compiler for --platform (docs/npu.md).", "auto")

@@ -124,7 +124,6 @@ class ServerClient:
             yield self._events(source)
 
     def close(self) -> None:
-        """Close the connections."""
         self._http.close()
 
     def __enter__(self) -> ServerClient:

@@ -43,7 +43,6 @@ class TextBatch:
 
     @property
     def texts(self) -> list[str]:
-        """The texts alone."""
         return [entry.text for entry in self.entries]
 
     def line_of(self, error: StaticLLMError) -> tuple[int, str] | None:

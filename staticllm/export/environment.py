@@ -69,7 +69,6 @@ class ExportEnvironment:
 
 
 def python_in(folder: Path) -> Path:
-    """Return the interpreter of an environment."""
     return folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
 

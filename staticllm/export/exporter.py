@@ -234,7 +234,6 @@ def _scratch(target: Path, num_bytes: int, weights: Weights) -> Iterator[Path]:
 
 
 def _remove_unfinished(parent: Path, name: str) -> None:
-    """Remove what killed processes have left."""
     for path in parent.glob(f".{name}{_UNFINISHED}*"):
         with suppress(OSError):
             if time.time() - path.stat().st_mtime > _OLD_SECONDS:

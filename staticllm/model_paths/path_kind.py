@@ -157,11 +157,9 @@ class _Folder:
             return cls(path, (), ())
 
     def ending(self, *suffixes: str) -> list[str]:
-        """Return the files with these suffixes."""
         return [name for name in self.files if name.lower().endswith(suffixes)]
 
     def below(self, name: str) -> _Folder:
-        """Return a folder in this one."""
         return _Folder.read(self.path / name)
 
     def start_of(self, name: str, count: int = 64) -> bytes:

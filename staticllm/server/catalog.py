@@ -232,7 +232,6 @@ def context_length(model: ServedModel, settings: ServerSettings) -> int | None:
 
 
 def model_list(state: ServerState) -> dict[str, Any]:
-    """Return all models."""
     return {"object": "list", "data": [describe(state, model) for model in state.hub.models.values()]}
 
 

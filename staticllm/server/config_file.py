@@ -70,7 +70,6 @@ class ClientEntry:
     share: Annotated[float, Meta(ge=0.01, le=100.0)] = 1.0
 
     def client(self) -> ApiClient:
-        """Return the entry as a setting."""
         return ApiClient(self.name, self.key, self.work_class, self.share)
 
 

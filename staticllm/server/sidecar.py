@@ -31,7 +31,6 @@ class Ready:
     models: tuple[str, ...]
 
     def to_json(self) -> str:
-        """Return one line of JSON."""
         return json.dumps({**vars(self), "models": list(self.models)}) + "\n"
 
 

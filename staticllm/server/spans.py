@@ -62,7 +62,6 @@ class Spans:
         return end
 
     def close(self) -> None:
-        """Export all spans."""
         self._provider.shutdown()
 
 

@@ -82,12 +82,10 @@ class HttpRecord:
             self.parameters |= {name: value for name, value in found.items() if value is not None}
 
     def note_token(self) -> None:
-        """Take the moment of the first token."""
         if self.first_token is None:
             self.first_token = time.perf_counter()
 
     def note_outputs(self, outputs: list[RequestOutput]) -> None:
-        """Add the answers of one handle."""
         self.prompt_tokens += outputs[0].metrics.get_num_input_tokens()
         self.cached_tokens += outputs[0].num_cached
         self.output_tokens += sum(len(output.token_times) for output in outputs)
@@ -130,7 +128,6 @@ class AccessLog:
         return lambda: self._queue.emit(logging.makeLogRecord({"msg": line_of(record)}))
 
     def close(self) -> None:
-        """Write all lines, and close the file."""
         self._listener.stop()
         self._handler.close()
 

@@ -165,7 +165,6 @@ def _is_settled(note: Path, source: _Source) -> bool:
 
 
 def converter() -> str:
-    """Return the versions of what converts."""
     return " ".join([FORMAT, *map(version, ("openvino", "openvino-tokenizers"))])
 
 

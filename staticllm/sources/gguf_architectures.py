@@ -266,7 +266,6 @@ def _is_right(header: GGUFHeader, key: str, value: Any) -> bool:
 
 
 def _contradictions(header: GGUFHeader) -> Iterator[str]:
-    """Yield which keys contradict each other."""
     name = header.architecture
     heads, kv_heads, head, turned = (each(header) for each in (num_heads, num_kv_heads, head_size, rotated_size))
     embedding = header.whole("embedding_length") or 0

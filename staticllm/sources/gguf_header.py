@@ -84,7 +84,6 @@ class GGUFHeader:
 
     @property
     def num_parameters(self) -> int:
-        """The number of weights."""
         return sum(math.prod(tensor.shape) for tensor in self.tensors)
 
     @property
@@ -138,7 +137,6 @@ class _Reader:
         self._is_cut = num_bytes <= MAX_HEADER
 
     def take(self, count: int, what: str) -> bytes:
-        """Return the next bytes."""
         if count > self.end - self.at:
             limit = "the file ends" if self._is_cut else f"the header may have at most {MAX_HEADER} bytes"
             raise _DamagedError(f"{what} has {count} bytes at {self.at}, and {limit}")

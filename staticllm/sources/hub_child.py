@@ -172,7 +172,6 @@ class _Partial(io.FileIO):
             self.seek(0)
 
     def write(self, data: Any) -> int:
-        """Write all of it."""
         if self.tell() + len(data) > self._file.size:
             raise ModelError(f"{self._file.name!r} is longer than the hub says: nothing of it was kept, pull it again")
         left = memoryview(data)

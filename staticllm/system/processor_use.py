@@ -19,7 +19,6 @@ class ProcessorUse:
         self.begin()
 
     def begin(self) -> None:
-        """Measure from now on."""
         self._start = time.perf_counter()
         self._own = time.process_time()
         self._busy = _busy_seconds(own_processors())

@@ -206,17 +206,14 @@ class LazyThread:
 
     @property
     def has_begun(self) -> bool:
-        """Whether it runs or has run."""
         return self._first.get("first") is not None
 
     @property
     def is_current(self) -> bool:
-        """Whether it is the calling thread."""
         first = self._first.get("first")
         return first is not None and first.thread is threading.current_thread()
 
     def is_alive(self) -> bool:
-        """Return whether it runs now."""
         first = self._first.get("first")
         return first is not None and first.is_alive
 

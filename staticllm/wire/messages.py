@@ -131,7 +131,6 @@ def encode(message: Message, limit: int = MAX_FRAME) -> bytes:
 
 
 def text_of_body(body: dict[str, Any]) -> bytes:
-    """Return the JSON text of a body."""
     return _to_json(body).encode() if body else b""
 
 

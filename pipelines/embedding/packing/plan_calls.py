@@ -139,7 +139,6 @@ class _OpenBins:
         self._by_room: list[list[_Bin]] = [[] for _ in range(size + 1)]
 
     def put(self, found: _Bin) -> None:
-        """Add a sequence."""
         self._by_room[found.rows - found.used].append(found)
 
     def take(self, num_rows: int) -> _Bin | None:

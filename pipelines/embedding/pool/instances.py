@@ -197,10 +197,8 @@ def decode_texts(header: Mapping[str, Any], body: bytes) -> Iterator[TokenizedTe
 
 
 def encode_costs(costs: Costs) -> list[list[float]]:
-    """Return costs as JSON has them."""
     return [[variant.batch, variant.rows, variant.texts, seconds] for variant, seconds in costs.items()]
 
 
 def decode_costs(rows: Sequence[Sequence[float]]) -> dict[EncoderVariant, float]:
-    """Return the costs of ``encode_costs``."""
     return {EncoderVariant(int(b), int(r), int(t)): float(seconds) for b, r, t, seconds in rows}

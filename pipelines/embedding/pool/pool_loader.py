@@ -57,7 +57,6 @@ class LoadedInstances:
     info: EncoderInfo
 
     def close(self) -> None:
-        """Close the instances."""
         for instance in self.instances:
             instance.close()
 

@@ -41,7 +41,6 @@ class PoolOptions:
 
     @property
     def policy_name(self) -> PolicyName:
-        """The name of the policy."""
         return self.policy or ("plain" if self.limit_s is None else "predicted")
 
     @property
@@ -132,7 +131,6 @@ class PoolPlan:
 
     @property
     def names(self) -> list[str]:
-        """The names of the devices."""
         return [used.name for used in self.devices]
 
 

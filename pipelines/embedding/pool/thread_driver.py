@@ -41,7 +41,6 @@ class ThreadDriver(QueueDriver):
 
     @property
     def alive(self) -> tuple[str, ...]:
-        """The names of the devices that work."""
         with self._lock:
             return tuple(device.name for device in self._queue.devices if device.is_alive)
 

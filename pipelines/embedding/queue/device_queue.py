@@ -59,7 +59,6 @@ class QueuedText(Query):
 
     @property
     def tokens(self) -> TokenizedText:
-        """The token ids."""
         return self.request.texts[self.index]
 
     @property
@@ -76,7 +75,6 @@ class Busy:
     reason: str
 
     def error(self) -> BusyError:
-        """Return the exception for the caller."""
         return BusyError(self.reason, self.retry_after)
 
 
@@ -107,7 +105,6 @@ class DeviceState:
 
     @classmethod
     def of(cls, queue: DeviceQueue) -> DeviceState:
-        """Return the state of a queue."""
         return cls(
             queue.name,
             queue.num_waiting,
@@ -148,7 +145,6 @@ class DeviceQueue:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the device takes texts."""
         return self.health is Health.ALIVE
 
     @property
@@ -173,7 +169,6 @@ class DeviceQueue:
 
     @property
     def running(self) -> tuple[Query, ...]:
-        """The batch that the device runs now."""
         return self._running
 
     @property
@@ -183,12 +178,10 @@ class DeviceQueue:
 
     @property
     def timed_seconds(self) -> float:
-        """The predicted seconds of the timed texts."""
         return self._load.seconds
 
     @property
     def waiting_seconds(self) -> float:
-        """The predicted seconds of everything that waits."""
         return self._load.seconds + self.bulk_seconds(0)
 
     def left(self, now: float) -> float:
@@ -228,7 +221,6 @@ class DeviceQueue:
         return list(islice(self._bulk.get(priority, {}).values(), most))
 
     def holds(self, query: Query) -> bool:
-        """Whether a text waits here."""
         return query.id in self._timed or query.id in self._bulk.get(query.priority, {})
 
     def push(self, query: Query, limit: float | None) -> None:
@@ -283,7 +275,6 @@ class DeviceQueue:
         return self._running
 
     def finish(self) -> tuple[Query, ...]:
-        """End the running batch, and return it."""
         batch = self._running
         self._running = ()
         return batch

@@ -41,7 +41,6 @@ class QueueDriver(ABC):
 
     @property
     def num_waiting(self) -> int:
-        """The number of texts that wait."""
         with self._lock:
             self._drop_over()
             return self._queue.num_waiting
@@ -170,7 +169,6 @@ class JobDriver(QueueDriver):
 
     @property
     def has_jobs(self) -> bool:
-        """Whether texts wait."""
         return self._queue.num_waiting > 0
 
     @property

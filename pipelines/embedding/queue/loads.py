@@ -18,17 +18,13 @@ class Load(Protocol):
     """Texts that would run together on one device. Adding a text never lowers ``seconds``, which are 0 without texts."""
 
     @property
-    def seconds(self) -> float:
-        """The predicted seconds of all texts."""
-        ...
+    def seconds(self) -> float: ...
 
     def seconds_with(self, num_tokens: int) -> float:
         """Return the predicted seconds of all texts and of one more."""
         ...
 
-    def add(self, num_tokens: int) -> None:
-        """Add a text."""
-        ...
+    def add(self, num_tokens: int) -> None: ...
 
 
 NewLoad = Callable[[], Load]

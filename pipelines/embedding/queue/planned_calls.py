@@ -113,11 +113,9 @@ class CallPlanner:
         return planned
 
     def seconds(self, planned: PlannedCall) -> float:
-        """Return the expected seconds of a call."""
         return self._runner.cost(self.variant(planned))
 
     def variant(self, planned: PlannedCall) -> EncoderVariant:
-        """Return the variant of a call."""
         if planned.chunk is not None:
             return self._runner.next_chunk(planned.chunk, self._max_seconds)
         assert planned.variant is not None
@@ -215,7 +213,6 @@ class BatchingDelay:
         self._is_urgent = False
 
     def come(self, request: EmbeddingRequest) -> None:
-        """Count a request that was added."""
         self._num_come += 1
         self._is_urgent = self._is_urgent or request.priority > 0 or request.deadline is not None
 

@@ -88,7 +88,6 @@ class WindveQueued(Windve):
     """Algorithm 1 with a length that counts only the queries that wait. For study: it misses the limit under load."""
 
     def length(self, queue: DeviceQueue) -> int:
-        """Return the number of queries that wait."""
         return queue.num_waiting
 
     def wait(self, queue: DeviceQueue, now: float) -> float:
@@ -107,7 +106,6 @@ class OneDevice:
         return None
 
     def choose(self, query: Query, queues: Sequence[DeviceQueue], now: float) -> int | Busy:
-        """Return the first device."""
         return 0
 
     def learn(self, query: Query, end: float) -> None:

@@ -42,7 +42,6 @@ class RequestEnding:
     error: Exception
 
     def carry_out(self) -> None:
-        """End the request."""
         self.request.fail(self.error)
 
 

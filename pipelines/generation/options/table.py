@@ -220,7 +220,6 @@ class SamplingParams:
 
     @property
     def uses_dry(self) -> bool:
-        """Whether DRY has an effect."""
         return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
 
 

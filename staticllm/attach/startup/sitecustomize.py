@@ -26,7 +26,6 @@ class Loader:
         return getattr(self._loader, name)
 
     def create_module(self, spec: object) -> object:
-        """Create the module."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: object) -> None:

@@ -67,7 +67,6 @@ class Greeting:
         return connection
 
     def shut(self) -> None:
-        """Let ``wait`` return soon, from another thread."""
         self._channel.shut()
 
     def _greet(self) -> Connection | None:

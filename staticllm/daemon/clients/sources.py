@@ -65,7 +65,6 @@ class SourceHandlers:
         return self._of_model(source, model).number if source else 0
 
     def close(self) -> None:
-        """Give all sources back."""
         for number in tuple(self._sources):
             self._remove(number)
         if self._aligned is not None:

@@ -100,7 +100,6 @@ class AdapterFile:
     alpha: float
 
     def read(self) -> LoraAdapter:
-        """Read the numbers. Raises ``AdapterError``."""
         adapter = read_adapter(self.path)
         if adapter.name != self.name:
             raise AdapterError(
@@ -110,7 +109,6 @@ class AdapterFile:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the file."""
         return (self.path / FILE if self.path.is_dir() else self.path).stat().st_size
 
 
@@ -188,7 +186,6 @@ class SpeechSource:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of the weights."""
         return sum(path.stat().st_size for path in self._files() if path.suffix == ".bin")
 
     def identity(self) -> tuple[object, ...]:

@@ -131,13 +131,11 @@ class ModelTable:
             return_free_memory()
 
     def served(self) -> list[tuple[ModelSlot, SharedModel]]:
-        """Return the models that are compiled."""
         with self._lock:
             slots = [slot for slot in self._slots.values() if slot.compiled.done() and not slot.compiled.exception()]
         return [(slot, slot.compiled.result()) for slot in slots]
 
     def close(self) -> None:
-        """Drop all models that are compiled."""
         self.drop_idle(0.0)
 
     def _fill(self, key: tuple[object, ...], slot: ModelSlot) -> None:

@@ -93,7 +93,6 @@ class StateGuard:
         target[...] = values
 
     def count(self, inputs: Mapping[str, Array]) -> None:
-        """Note that a call has run."""
         ids = inputs.get(INPUT_IDS)
         if ids is None or self.num_columns is None:
             self.forget()
@@ -102,7 +101,6 @@ class StateGuard:
         self.num_columns = self.num_columns + ids.shape[1]
 
     def reset(self) -> None:
-        """Note that all states were set back."""
         self.num_columns = 0
         self.batch = None
 

@@ -135,7 +135,6 @@ class Daemon:
         return connection, body
 
     def leave(self, session: Session) -> None:
-        """End a client, and its other connections."""
         with self._lock:
             self._sessions.pop(session.token, None)
             others = [connection for connection in self._connections if connection.session is session]
@@ -163,7 +162,6 @@ class Daemon:
         return self.devices.timeline
 
     def stats(self) -> dict[str, Any]:
-        """Return statistics as JSON types."""
         with self._lock:
             sessions = list(self._sessions.values())
         models = [

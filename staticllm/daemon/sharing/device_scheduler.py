@@ -99,7 +99,6 @@ class DeviceRequest:
 
     @property
     def payers_or_owner(self) -> Sequence[Owner]:
-        """The owners that pay."""
         return self.payers or (self.owner,)
 
     def wake(self) -> None:
@@ -189,7 +188,6 @@ class DeviceScheduler:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether a request waits."""
         return bool(self._waiting)
 
     def acquire(self, request: DeviceRequest) -> float:
@@ -280,7 +278,6 @@ class DeviceScheduler:
             self._grant()
 
     def forget(self, owner: Owner) -> None:
-        """Forget an owner that has gone."""
         with self._lock:
             self._used.pop(owner, None)
             self._set_due(owner, None, 0)

@@ -45,7 +45,6 @@ class Timeline:
 
     @property
     def is_recording(self) -> bool:
-        """Whether a recording is in progress."""
         return self._events is not None
 
     def add(
@@ -152,7 +151,6 @@ class DeviceUsage:
         self.tensor_bytes += tensor_bytes
 
     def to_dict(self) -> dict[str, object]:
-        """Return the usage as JSON types."""
         return {
             "calls": self.calls, "device_seconds": self.device_seconds, "queued_seconds": self.queued_seconds,
             "tensor_bytes": self.tensor_bytes, "read_bytes": self.read_bytes,
@@ -175,7 +173,6 @@ class Devices:
         self._lock = threading.Lock()
 
     def scheduler(self, device: str) -> DeviceScheduler:
-        """Return the scheduler of a device."""
         with self._lock:
             found = self._schedulers.get(device)
             if found is None:
@@ -191,7 +188,6 @@ class Devices:
         return usage
 
     def forget(self, owner: ClientId) -> None:
-        """Forget a client that has gone."""
         with self._lock:
             self._usages.pop(owner, None)
         for each in self._all_schedulers():

@@ -132,7 +132,6 @@ class ChunkStream(EventSourceResponse):
             yield EventFrame.of().around(self.END_MARK)
 
     def _encoded(self, chunk: dict[str, Any]) -> bytes:
-        """Return a chunk as it is sent."""
         return EventFrame.of().around(to_json(chunk))
 
     def _chunk_of(self, error: ApiError) -> dict[str, Any]:

@@ -79,7 +79,6 @@ def is_ollama(path: str) -> bool:
 
 
 def json_response(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """Return an answer with a JSON body."""
     return Response(to_json(content), status, dict(headers or {}), media_type="application/json")
 
 

@@ -42,16 +42,13 @@ class Lifecycle:
             handle.cancel()
 
     def remove(self, handle: Cancellable) -> None:
-        """Forget an answer that has ended."""
         self._running.discard(handle)
 
     def begin(self) -> None:
-        """Count a request that has begun."""
         self.num_requests += 1
         self._is_idle.clear()
 
     def end(self) -> None:
-        """Count a request that has ended."""
         self.num_requests -= 1
         if not self.num_requests:
             self._is_idle.set()

@@ -135,7 +135,6 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """The number of answers that wait."""
         return len(self._places)
 
     @property

@@ -100,7 +100,6 @@ class DeviceEngines:
             device_engine.leave(engine)
 
     def close(self) -> None:
-        """End the engines for jobs alone."""
         for engine in self._engines.values():
             engine.close()
 

@@ -177,7 +177,6 @@ class ModelHub:
 
     @property
     def loaded(self) -> list[ServedModel]:
-        """The models that are loaded."""
         return [model for model in self.models.values() if model.loaded is not None]
 
     def _begin_load(self, model: ServedModel) -> asyncio.Task[None]:

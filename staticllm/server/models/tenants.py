@@ -35,7 +35,6 @@ class TenantShares:
         ]
 
     def share(self, client: str) -> float:
-        """Return the share of a client."""
         return self._shares.get(client, 1.0)
 
     def begin(self, client: str) -> None:

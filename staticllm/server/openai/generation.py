@@ -64,7 +64,6 @@ class SamplingFields(number_fields(IgnoredFields, "openai"), TierFields):  # typ
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether each token has its log-probability."""
         raise NotImplementedError
 
     @property
@@ -129,7 +128,6 @@ class Chunks:
         self._spellers: dict[int, Speller] = {}
 
     def begin(self, index: int) -> Iterable[Chunk]:
-        """Return what an answer begins with."""
         return ()
 
     def of(self, part: Part | PromptProgress) -> Iterator[Chunk]:

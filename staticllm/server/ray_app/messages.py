@@ -31,7 +31,6 @@ class ReplicaRequest:
     model: str
 
     def with_body(self, body: bytes) -> ReplicaRequest:
-        """Return this request with another body."""
         headers = tuple((name, value) for name, value in self.headers if name != b"content-length")
         return replace(self, body=body, headers=(*headers, (b"content-length", str(len(body)).encode())))
 

@@ -52,7 +52,6 @@ class EventReplay:
         return self._is_complete
 
     def restart(self) -> None:
-        """Begin with the answer of another replica."""
         self._rest = b""
         self._is_again = True
         for each in self._texts.values():

@@ -65,7 +65,6 @@ class EventMaker:
         self._num_added = 0
 
     def of(self, delta: TextDelta) -> Iterator[StreamEvent]:
-        """Yield the events of an increment."""
         if self._speller is not None:
             self._tokens += self._speller.spell(delta)
             self._has_tokens = bool(delta.tokens) or delta.cut is not None

@@ -16,7 +16,6 @@ Message = dict[str, Any]
 
 
 def new_id(kind: str) -> str:
-    """Return a new id: ``msg_…``."""
     return f"{kind}_{uuid.uuid4().hex}"
 
 
@@ -113,18 +112,15 @@ def input_items(items: str | list[InputItem]) -> list[Item]:
 
 
 def message_item(id: str, text: str, status: str, logprobs: Sequence[dict[str, Any]] = ()) -> Item:
-    """Return the item of a text."""
     content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}]
     return {"id": id, "type": "message", "status": status, "role": "assistant", "content": content}
 
 
 def reasoning_item(id: str, text: str, status: str) -> Item:
-    """Return the item of reasoning."""
     content = [{"type": "reasoning_text", "text": text}]
     return {"id": id, "type": "reasoning", "status": status, "summary": [], "content": content}
 
 
 def call_item(id: str, call_id: str, name: str, arguments: str, status: str) -> Item:
-    """Return the item of a call."""
     found = {"id": id, "type": "function_call", "status": status, "call_id": call_id}
     return {**found, "name": name, "arguments": arguments}
