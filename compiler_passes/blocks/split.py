@@ -31,7 +31,6 @@ from .chain_model import (
 )
 from .dataflow import Dataflow, fold_shapes, num_bytes, port_name
 from .drop_idle import drop_idle
-from .grouping import group_segments
 from .pick_early import find_pick, pick_early
 from .pick_rows import pick_rows
 from .regions import Entry, Region, Regions
@@ -40,6 +39,8 @@ _HEAVY = frozenset({"MatMul", "Convolution", "GroupConvolution", "ScaledDotProdu
 _NUMBERED = re.compile(r"[A-Za-z]+_\d+")
 INLINE_BYTES = 1 << 16
 """Constants of the host's part that have fewer bytes stay in it."""
+Group = tuple[int, ...]
+"""Signatures of consecutive segments."""
 
 
 class Splitter:
@@ -265,3 +266,40 @@ def _model(results: list[ov.Node], inputs: list[ov.Node], name: str) -> ov.Model
 
 def _bytes_of(constant: ov.Node) -> bytes:
     return np.asarray(constant.data).tobytes()
+
+
+def group_segments(signatures: Sequence[int]) -> list[Group]:
+    """Return the segments in groups, of which as few as possible differ, and then as few as possible follow each other.
+
+    Segments are joined only if that leaves fewer different groups: ``1 2 3 2 1 2 3 2`` becomes ``12 32 12 32``, since 2 is
+    always the second of two; ``1 1 1 2`` stays as it is. So does ``1 9 2 9 3``, of which nothing would repeat any more.
+    """
+    groups: list[Group] = [(signature,) for signature in signatures]
+    while True:
+        joined = [_joined(groups, group, is_second) for group in dict.fromkeys(groups) for is_second in (True, False)]
+        kept = [found for found in joined if _repeats(found) or not _repeats(groups)]
+        best = min(kept, key=lambda found: (len(set(found)), len(found)), default=groups)
+        if len(set(best)) >= len(set(groups)):
+            return groups
+        groups = best
+
+
+def _repeats(groups: Sequence[Group]) -> bool:
+    return len(set(groups)) < len(groups)
+
+
+def _joined(groups: Sequence[Group], wanted: Group, is_second: bool) -> list[Group]:
+    """Return the groups after every ``wanted`` one was joined to the one before it, or to the one after it."""
+    is_doubled = any(first == second == wanted for first, second in pairwise(groups))
+    if is_doubled:
+        return list(groups)
+    found: list[Group] = []
+    is_open = False
+    for group in groups:
+        is_joined = bool(found) and (group == wanted if is_second else is_open)
+        if is_joined:
+            found[-1] = (*found[-1], *group)
+        else:
+            found.append(group)
+        is_open = group == wanted
+    return found

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -25,18 +27,21 @@ from staticllm.errors import (
     StaticLLMError,
     UnsupportedModelError,
     last_line,
+    shown,
 )
 from staticllm.model_dir import demo_model_path, read_model
+from staticllm.sources.gguf_architectures import check_architecture, context_length
+from staticllm.sources.gguf_header import GGUFHeader, read_gguf_header
 from staticllm.sources.hub import located
 from staticllm.sources.model_at import check_model_dir
 
 from ...compiler_passes.artifacts.cache import BlobCache
 from ...compiler_passes.artifacts.fingerprint import fingerprint_model
+from ...compiler_passes.conversion.gguf_tokenizer import KIND, PRE, TOKENS, check_vocabulary
 from ...compiler_passes.graph.compressed_matrix import find_compressed_matrices, is_symmetric
 from ...compiler_passes.npu_compiler.find import compiler_statuses
 from ...compiler_passes.npu_compiler.wine import COMMAND, WHERE, default_folder
 from ..loading.load import load
-from .gguf_report import check_gguf
 from .kinds import diagnosis_of, known_kind
 from .reference import StatefulReference, exact_for
 from .reports import Finding
@@ -265,3 +270,41 @@ def _remedy(error: StaticLLMError) -> str:
     if isinstance(error, PromptError):
         return "correct the chat template in openvino_tokenizer.xml or chat_template.jinja, or set another on the tokenizer"
     return f"copy the model again, or {again}"
+
+
+def check_gguf(path: Path) -> Finding:
+    """Return what a file is, and if it cannot be converted, why and what helps."""
+    try:
+        header = read_gguf_header(path)
+    except ModelError as error:
+        return _gguf_failure(error, "")
+    try:
+        check_architecture(header)
+        check_vocabulary(header)
+    except ModelError as error:
+        return _gguf_failure(error, f"{_describe_gguf(header)}; ")
+    return Finding("ok", "GGUF", f"{_describe_gguf(header)}; it can be converted")
+
+
+def _gguf_failure(error: ModelError, what: str) -> Finding:
+    problem, _, remedy = str(error).rpartition(": ")
+    return Finding("fail", "GGUF", what + problem, remedy)
+
+
+def _describe_gguf(header: GGUFHeader) -> str:
+    """Return architecture, numbers, types of weights, context and vocabulary of a file in one line."""
+    numbers = Counter[str]()
+    for tensor in header.tensors:
+        numbers[tensor.kind] += math.prod(tensor.shape)
+    kinds = ", ".join(kind for kind, _ in numbers.most_common())
+    tokens = header.metadata.get(TOKENS)
+    size = f"{len(tokens)} tokens" if isinstance(tokens, list) else "none"
+    how = ", ".join(shown(header.text(key)) for key in (KIND, PRE) if header.text(key))
+    parts = [
+        f"architecture {shown(header.architecture)}",
+        f"{sum(numbers.values()) / 1e6:.0f} million numbers ({kinds or 'no weights'})",
+        f"{header.num_bytes / 1e9:.2f} GB",
+        f"context of {context_length(header) or 'unknown'} tokens",
+        f"vocabulary: {size}" + (f" ({how})" if how else ""),
+    ]
+    return "; ".join(parts)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from support.models.gguf_random import write_random
 
-from staticllm.pipelines.diagnostics.doctor import examine
-from staticllm.pipelines.diagnostics.gguf_report import check_gguf
+from staticllm.pipelines.diagnostics.doctor import check_gguf, examine
 
 
 @pytest.fixture(autouse=True)

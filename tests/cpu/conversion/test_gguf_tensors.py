@@ -23,7 +23,7 @@ from support.models.gguf_random import (
 
 from staticllm.compiler_passes.conversion.gguf_model import convert
 from staticllm.errors import ModelError
-from staticllm.pipelines.diagnostics.gguf_report import check_gguf
+from staticllm.pipelines.diagnostics.doctor import check_gguf
 from staticllm.sources.converted import converted
 from staticllm.sources.gguf_architectures import ARCHITECTURES, check_architecture
 from staticllm.sources.gguf_header import read_gguf_header

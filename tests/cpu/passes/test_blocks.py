@@ -15,8 +15,7 @@ from openvino import opset13 as ops
 from staticllm.compiler_passes.blocks.chain_model import OfRows, OfWeights, OfWireRows
 from staticllm.compiler_passes.blocks.dataflow import fold_shapes
 from staticllm.compiler_passes.blocks.drop_idle import drop_idle
-from staticllm.compiler_passes.blocks.grouping import group_segments
-from staticllm.compiler_passes.blocks.split import Splitter
+from staticllm.compiler_passes.blocks.split import Splitter, group_segments
 from staticllm.compiler_passes.compiling.chain import CompiledChain
 from staticllm.compiler_passes.compiling.chain_compiler import ChainCompiler, ChainSource, compile_model
 from staticllm.compiler_passes.compiling.dry_run import random_feeds, run_apart
