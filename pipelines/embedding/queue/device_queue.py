@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
+from itertools import chain, islice
 
 from staticllm.errors import BusyError, PromptError
 
@@ -116,11 +116,104 @@ class DeviceState:
         )
 
 
+class TimedTexts:
+    """Texts that have a limit, the moment by which they must end. All of them run as one batch, whose ``load`` is predicted."""
+
+    def __init__(self, new_load: NewLoad) -> None:
+        self._texts: dict[int, tuple[Query, float]] = {}
+        self.reload(new_load)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __iter__(self) -> Iterator[Query]:
+        return (query for query, _ in self._texts.values())
+
+    @property
+    def oldest_limit(self) -> float:
+        """The moment by which all of them must end; infinite without any."""
+        return self._oldest_limit
+
+    def add(self, query: Query, limit: float) -> None:
+        self._texts[query.id] = (query, limit)
+        self.load.add(query.num_tokens)
+        self._oldest_limit = min(self._oldest_limit, limit)
+
+    def remove(self, query: Query) -> bool:
+        """Remove a text; return whether it was here."""
+        if self._texts.pop(query.id, None) is None:
+            return False
+        self.reload(self._new_load)
+        return True
+
+    def reload(self, new_load: NewLoad) -> None:
+        """Predict the seconds of the batch anew, from now on with ``new_load``."""
+        texts = self._texts.values()
+        self._texts = {}
+        self._new_load = new_load
+        self.load = new_load()
+        self._oldest_limit = math.inf
+        for query, limit in texts:
+            self.add(query, limit)
+
+
+class BulkTexts:
+    """Texts without a limit, in order of priority and arrival."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, OrderedDict[int, Query]] = {}
+        self._count = 0
+        self.num_tokens = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Query]:
+        return (query for priority in self.priorities for query in self._texts[priority].values())
+
+    def __contains__(self, query: Query) -> bool:
+        return query.id in self._texts.get(query.priority, {})
+
+    @property
+    def priorities(self) -> list[int]:
+        """The priorities of the texts, the highest first."""
+        return sorted(self._texts, reverse=True)
+
+    def first(self, priority: int, most: int) -> list[Query]:
+        """Return the first ``most`` texts of a priority."""
+        return list(islice(self._texts.get(priority, {}).values(), most))
+
+    def oldest_below(self, priority: int) -> Query | None:
+        firsts = (next(iter(texts.values())) for level, texts in self._texts.items() if level < priority)
+        return min(firsts, key=lambda query: query.arrival, default=None)
+
+    def add(self, query: Query) -> None:
+        self._texts.setdefault(query.priority, OrderedDict())[query.id] = query
+        self._count += 1
+        self.num_tokens += query.num_tokens
+
+    def add_first(self, query: Query) -> None:
+        """Add a text before the others of its priority."""
+        self.add(query)
+        self._texts[query.priority].move_to_end(query.id, last=False)
+
+    def remove(self, query: Query) -> bool:
+        """Remove a text; return whether it was here."""
+        found = self._texts.get(query.priority, OrderedDict())
+        if found.pop(query.id, None) is None:
+            return False
+        self._count -= 1
+        self.num_tokens -= query.num_tokens
+        if not found:
+            del self._texts[query.priority]
+        return True
+
+
 class DeviceQueue:
     """What waits for one device and what runs on it. Policies read it; only ``TextQueue`` changes it.
 
-    A *timed* text has a limit, the moment by which it must end. All timed texts of a queue run as one batch. The others are bulk
-    work, in order of priority and arrival. ``depth``: the most texts in this queue under ``Windve``.
+    The ``timed`` texts run first, the ``bulk`` texts beside and behind them. ``depth``: the most texts in this queue under
+    ``Windve``.
     """
 
     def __init__(self, name: str, new_load: NewLoad, depth: int = 0) -> None:
@@ -131,12 +224,8 @@ class DeviceQueue:
         self.problem: Exception | None = None
         self.num_embedded = 0
         self.is_shared = False
-        self._timed: dict[int, tuple[Query, float]] = {}
-        self._load = new_load()
-        self._bulk: dict[int, OrderedDict[int, Query]] = {}
-        self._bulk_tokens = 0
-        self._num_bulk = 0
-        self._oldest_limit = math.inf
+        self.timed = TimedTexts(new_load)
+        self.bulk = BulkTexts()
         self._credit = TimeCredit()
         self._running: tuple[Query, ...] = ()
         self._end = 0.0
@@ -155,34 +244,15 @@ class DeviceQueue:
     @property
     def num_waiting(self) -> int:
         """The number of texts that have not begun."""
-        return len(self._timed) + self._num_bulk
-
-    @property
-    def num_timed(self) -> int:
-        """The number of timed texts that have not begun."""
-        return len(self._timed)
-
-    @property
-    def num_bulk(self) -> int:
-        """The number of bulk texts that have not begun."""
-        return self._num_bulk
+        return len(self.timed) + len(self.bulk)
 
     @property
     def running(self) -> tuple[Query, ...]:
         return self._running
 
     @property
-    def oldest_limit(self) -> float:
-        """The moment by which all timed texts must end; infinite without any."""
-        return self._oldest_limit
-
-    @property
-    def timed_seconds(self) -> float:
-        return self._load.seconds
-
-    @property
     def waiting_seconds(self) -> float:
-        return self._load.seconds + self.bulk_seconds(0)
+        return self.timed.load.seconds + self.bulk_seconds(0)
 
     def left(self, now: float) -> float:
         """Return the predicted seconds until the running batch ends.
@@ -190,10 +260,6 @@ class DeviceQueue:
         A batch that has exceeded its prediction by some seconds is expected to run for as many more.
         """
         return abs(self._end - now) if self._running else 0.0
-
-    def timed_seconds_with(self, num_tokens: int) -> float:
-        """Return the predicted seconds of the timed texts and of one more."""
-        return self._load.seconds_with(num_tokens)
 
     def alone(self, num_tokens: int) -> float:
         """Return the predicted seconds of one text by itself."""
@@ -203,73 +269,46 @@ class DeviceQueue:
 
     def bulk_seconds(self, num_tokens: int) -> float:
         """Return the predicted seconds of the bulk texts and of ``num_tokens`` more."""
-        return (self._bulk_tokens + num_tokens) * self._seconds_per_token
+        return (self.bulk.num_tokens + num_tokens) * self._seconds_per_token
 
     def waiting(self) -> Iterator[Query]:
-        """Yield what waits, in the order in which it would run."""
-        yield from (query for query, _ in self._timed.values())
-        for priority in self.bulk_priorities:
-            yield from self._bulk[priority].values()
-
-    @property
-    def bulk_priorities(self) -> list[int]:
-        """The priorities of bulk texts, the highest first."""
-        return sorted(self._bulk, reverse=True)
-
-    def first_bulk(self, priority: int, most: int) -> list[Query]:
-        """Return the first ``most`` bulk texts of a priority."""
-        return list(islice(self._bulk.get(priority, {}).values(), most))
-
-    def holds(self, query: Query) -> bool:
-        return query.id in self._timed or query.id in self._bulk.get(query.priority, {})
+        """Return what waits, in the order in which it would run."""
+        return chain(self.timed, self.bulk)
 
     def push(self, query: Query, limit: float | None) -> None:
         """Append a text: a timed one if it has a ``limit``, else bulk work."""
         if limit is None:
-            self._bulk.setdefault(query.priority, OrderedDict())[query.id] = query
-            self._bulk_tokens += query.num_tokens
-            self._num_bulk += 1
+            self.bulk.add(query)
         else:
-            self._timed[query.id] = (query, limit)
-            self._load.add(query.num_tokens)
-            self._oldest_limit = min(self._oldest_limit, limit)
-
-    def push_first(self, query: Query) -> None:
-        """Put a text before the other bulk texts of its priority: it came before them, and waits again."""
-        self.push(query, None)
-        self._bulk[query.priority].move_to_end(query.id, last=False)
+            self.timed.add(query, limit)
 
     def remove(self, query: Query) -> bool:
         """Remove a text that waits; return whether it did."""
-        if self._timed.pop(query.id, None) is None:
-            return self._remove_bulk(query)
-        self._reload()
-        self._oldest_limit = min((limit for _, limit in self._timed.values()), default=math.inf)
-        return True
+        return self.timed.remove(query) or self.bulk.remove(query)
 
     def replace_costs(self, new_load: NewLoad) -> None:
         """Predict with other costs from now on. The end of the running batch stays as predicted."""
         self.new_load = new_load
         self._alone = {}
         self._seconds_per_token = _seconds_per_token(new_load)
-        self._reload()
+        self.timed.reload(new_load)
 
     def begin(self, now: float, most_seconds: float) -> tuple[Query, ...]:
         """Start a batch: all timed texts, then bulk work while all take ``most_seconds`` at most and no limit is missed."""
         assert not self._running, f"{self.name} runs a batch"
-        load = self._load
-        batch = [query for query, _ in self._timed.values()]
-        room = min(most_seconds, self._oldest_limit - now)
-        self._clear_timed()
+        timed = self.timed
+        load = timed.load
+        room = min(most_seconds, timed.oldest_limit - now)
+        self.timed = TimedTexts(self.new_load)
         filled: list[Query] = []
-        for query in self.waiting():
-            if (batch or filled) and load.seconds_with(query.num_tokens) > room:
+        for query in self.bulk:
+            if (timed or filled) and load.seconds_with(query.num_tokens) > room:
                 break
             load.add(query.num_tokens)
             filled.append(query)
         for query in filled:
-            self._remove_bulk(query)
-        self._running = (*batch, *filled)
+            self.bulk.remove(query)
+        self._running = (*timed, *filled)
         self._share(filled, load.seconds)
         self._end = now + load.seconds
         return self._running
@@ -283,11 +322,9 @@ class DeviceQueue:
         """Remove and return everything: the running batch, then what waits."""
         everything = (*self._running, *self.waiting())
         self._running = ()
-        self._bulk = {}
-        self._bulk_tokens = 0
-        self._num_bulk = 0
+        self.bulk = BulkTexts()
+        self.timed = TimedTexts(self.new_load)
         self._credit = TimeCredit()
-        self._clear_timed()
         return everything
 
     def _share(self, filled: list[Query], seconds: float) -> None:
@@ -297,39 +334,15 @@ class DeviceQueue:
         always wait would leave bulk work no room. ``filled``: the texts of the batch for which no place had been kept.
         """
         first = max((query.priority for query in self._running), default=0)
-        self._credit.lead(seconds, is_followed=self._oldest_below(first) is not None)
+        self._credit.lead(seconds, is_followed=self.bulk.oldest_below(first) is not None)
         self._credit.pay(sum(map(self._price, (query for query in filled if query.priority < first))))
-        while (query := self._oldest_below(first)) is not None and self._credit.covers(self._price(query)):
+        while (query := self.bulk.oldest_below(first)) is not None and self._credit.covers(self._price(query)):
             self._credit.pay(self._price(query))
-            self._remove_bulk(query)
+            self.bulk.remove(query)
             self.push(query, math.inf)
 
     def _price(self, query: Query) -> float:
         return query.num_tokens * self._seconds_per_token
-
-    def _oldest_below(self, priority: int) -> Query | None:
-        firsts = (next(iter(texts.values())) for level, texts in self._bulk.items() if level < priority)
-        return min(firsts, key=lambda query: query.arrival, default=None)
-
-    def _clear_timed(self) -> None:
-        self._timed = {}
-        self._load = self.new_load()
-        self._oldest_limit = math.inf
-
-    def _reload(self) -> None:
-        self._load = self.new_load()
-        for timed, _ in self._timed.values():
-            self._load.add(timed.num_tokens)
-
-    def _remove_bulk(self, query: Query) -> bool:
-        found = self._bulk.get(query.priority)
-        if found is None or found.pop(query.id, None) is None:
-            return False
-        self._bulk_tokens -= query.num_tokens
-        self._num_bulk -= 1
-        if not found:
-            del self._bulk[query.priority]
-        return True
 
 
 def _seconds_per_token(new_load: NewLoad, num_tokens: int = _TYPICAL_TOKENS) -> float:

@@ -191,7 +191,7 @@ class JobDriver(QueueDriver):
                 return None
             arrival = min(text.arrival for text in planned.texts)
             deadline = min((text.deadline for text in planned.texts if text.deadline is not None), default=None)
-            priority = self._queue.devices[0].bulk_priorities[0]
+            priority = self._queue.devices[0].bulk.priorities[0]
             return JobView(self.id, self._planner.seconds(planned), arrival, priority, deadline)
 
     def run_next(self, meanwhile: Callable[[], None] | None = None) -> int:

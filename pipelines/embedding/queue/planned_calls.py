@@ -100,7 +100,7 @@ class CallPlanner:
             return None
         plan = self._plans[priority]
         seconds = self.seconds(plan.head)
-        priorities = self._device.bulk_priorities
+        priorities = self._device.bulk.priorities
         if priority < priorities[0]:
             self._credit.pay(seconds)
         else:
@@ -131,12 +131,12 @@ class CallPlanner:
 
     def _turn(self) -> int | None:
         """Return the priority whose next call runs, after planning it; None if no text waits."""
-        while priorities := self._device.bulk_priorities:
+        while priorities := self._device.bulk.priorities:
             first, *behind = priorities
             self._plan(first)
             if not behind or not self._credit.covers(self._runner.cost(self._runner.variants[0])):
                 return first
-            oldest = min(behind, key=lambda priority: self._device.first_bulk(priority, 1)[0].arrival)
+            oldest = min(behind, key=lambda priority: self._device.bulk.first(priority, 1)[0].arrival)
             self._plan(oldest)
             return oldest if self._credit.covers(self.seconds(self._plans[oldest].head)) else first
         self._plans = {}
@@ -153,14 +153,14 @@ class CallPlanner:
         while True:
             if not plan:
                 plan.calls.extend(self._packed(self._window(priority), variants))
-            waiting = [text for text in plan.head.texts if self._device.holds(text)]
+            waiting = [text for text in plan.head.texts if text in self._device.bulk]
             if len(waiting) == len(plan.head.texts):
                 return
             plan.pop()
             plan.calls.extendleft(reversed(self._packed(waiting, variants)))
 
     def _window(self, priority: int) -> list[QueuedText]:
-        texts = cast("list[QueuedText]", self._device.first_bulk(priority, WINDOW))
+        texts = cast("list[QueuedText]", self._device.bulk.first(priority, WINDOW))
         return [text for text in texts if not text.runs_alone] or texts[:1]
 
     def _packed(self, texts: list[QueuedText], allowed: Sequence[EncoderVariant]) -> list[PlannedCall]:

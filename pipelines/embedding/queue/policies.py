@@ -47,19 +47,26 @@ class QueuePolicy(Protocol):
         ...
 
 
-class Windve:
-    """Algorithm 1 of the paper: the first device whose queue is not full takes the query; if all are full, it is busy.
-
-    The length of a queue counts the queries that wait and those that run. It shrinks only when a batch ends. Every batch takes
-    the whole queue. The length of the text does not matter, nor does its priority.
-    """
+class Unlimited:
+    """What the policies without a latency limit have in common: every text is bulk work, and there is nothing to learn."""
 
     most_seconds = math.inf
     moves_bulk = False
 
     def limit(self, query: Query) -> float | None:
-        """Return None: the queue depths alone stand for the latency limit."""
+        """Return None: no text has a limit."""
         return None
+
+    def learn(self, query: Query, end: float) -> None:
+        """Do nothing: there is no limit."""
+
+
+class Windve(Unlimited):
+    """Algorithm 1 of the paper: the first device whose queue is not full takes the query; if all are full, it is busy.
+
+    The length of a queue counts the queries that wait and those that run. It shrinks only when a batch ends. Every batch takes
+    the whole queue. The length of the text does not matter, nor does its priority. The queue depths stand for the latency limit.
+    """
 
     def choose(self, query: Query, queues: Sequence[DeviceQueue], now: float) -> int | Busy:
         """Return the first device whose queue is not full."""
@@ -71,9 +78,6 @@ class Windve:
         return Busy(
             wait, f"the queues of all devices are full (queue depths: {depths or 'no device works'}): try again later"
         )
-
-    def learn(self, query: Query, end: float) -> None:
-        """Do nothing: the queue depths are given."""
 
     def length(self, queue: DeviceQueue) -> int:
         """Return the length that is compared with the queue depth."""
@@ -95,32 +99,18 @@ class WindveQueued(Windve):
         return queue.left(now)
 
 
-class OneDevice:
+class OneDevice(Unlimited):
     """The only device takes every text, and runs it before or after its deadline."""
-
-    most_seconds = math.inf
-    moves_bulk = False
-
-    def limit(self, query: Query) -> float | None:
-        """Return None: there is no latency limit."""
-        return None
 
     def choose(self, query: Query, queues: Sequence[DeviceQueue], now: float) -> int | Busy:
         return 0
 
-    def learn(self, query: Query, end: float) -> None:
-        """Do nothing: there is no limit."""
 
-
-class Plain:
+class Plain(Unlimited):
     """Queues without a latency limit: the device that would end first takes a text."""
 
     most_seconds = BULK_SECONDS
     moves_bulk = True
-
-    def limit(self, query: Query) -> float | None:
-        """Return None: there is no latency limit."""
-        return None
 
     def choose(self, query: Query, queues: Sequence[DeviceQueue], now: float) -> int | Busy:
         """Return the device whose queue would end first with this text."""
@@ -131,9 +121,6 @@ class Plain:
         if query.deadline is not None and ends[first] > query.deadline:
             return Busy(ends[first] - query.deadline, _too_late(ends[first] - now, query.deadline - now))
         return first
-
-    def learn(self, query: Query, end: float) -> None:
-        """Do nothing: there is no limit."""
 
 
 class Predicted:
@@ -192,8 +179,8 @@ class Predicted:
         self._margin = min(self._most, max(LEAST_MARGIN, changed))
 
     def _can_take(self, queue: DeviceQueue, query: Query, limit: float, now: float) -> bool:
-        end = now + queue.left(now) + queue.timed_seconds_with(query.num_tokens)
-        return end <= min(queue.oldest_limit, limit)
+        end = now + queue.left(now) + queue.timed.load.seconds_with(query.num_tokens)
+        return end <= min(queue.timed.oldest_limit, limit)
 
     def _busy(self, query: Query, queues: Sequence[DeviceQueue], now: float, limit: float) -> Busy:
         """Return after how many seconds a query like this one would be taken if no other came."""
@@ -214,15 +201,15 @@ class Predicted:
         if alone > room:
             return math.inf
         left = queue.left(now)
-        waiting = queue.timed_seconds
-        if queue.num_timed:  # until they begin, the oldest of them decides
+        waiting = queue.timed.load.seconds
+        if queue.timed:  # until they begin, the oldest of them decides
             return left + max(0.0, waiting + alone - room)
         return max(0.0, left + alone - room)
 
 
 def _bulk_end(queue: DeviceQueue, query: Query, now: float) -> float:
     own = max(queue.bulk_seconds(query.num_tokens), queue.alone(query.num_tokens))
-    return now + queue.left(now) + queue.timed_seconds + own
+    return now + queue.left(now) + queue.timed.load.seconds + own
 
 
 def _too_late(needed: float, allowed: float) -> str:

@@ -194,7 +194,7 @@ class TextQueue:
         queue = self.devices[device]
         if queue.running or not queue.is_alive:
             return False
-        return queue.num_waiting > 0 or (self._policy.moves_bulk and any(other.num_bulk for other in self.devices))
+        return queue.num_waiting > 0 or (self._policy.moves_bulk and any(other.bulk for other in self.devices))
 
     def begin(self, device: int, now: float) -> tuple[Query, ...]:
         """Return the batch that the device runs next, which has now begun; empty if the device runs, is dead or has no work."""
@@ -223,7 +223,7 @@ class TextQueue:
         """Let a text that was taken wait again for the first device, before later ones. Return False if its request is over."""
         if not self.is_wanted(text):
             return False
-        self.devices[0].push_first(text)
+        self.devices[0].bulk.add_first(text)
         self._places[text.id] = text, 0
         if text.deadline is not None:
             heapq.heappush(self._deadlines, (text.deadline, text.id))
@@ -313,7 +313,7 @@ class TextQueue:
     def _take_bulk(self, device: int, now: float) -> None:
         """Move bulk texts of the longest queue to an idle device, as many as one batch, if they would end sooner there."""
         idle = self.devices[device]
-        others = [other for other in self.devices if other.num_bulk]
+        others = [other for other in self.devices if other.bulk]
         if not others:
             return
         other = max(others, key=lambda other: _seconds(other, now))

@@ -78,7 +78,7 @@ def test_texts_that_wait_again_are_the_first_of_their_priority(monkeypatch):
     monkeypatch.setattr(queue.runner, "run", run_while_others_come)
     assert queue.run_next() == 3
     monkeypatch.setattr(queue.runner, "run", run)
-    waiting = queue._queue.devices[0].first_bulk(0, 9)
+    waiting = queue._queue.devices[0].bulk.first(0, 9)
     assert [int(text.tokens.ids[0]) for text in waiting] == [POISON, 20, 21, 30], "the oldest is found first"
     run_all(queue)
     assert queue.runner.calls == [[POISON, 20, 21], [POISON], [30]], "the request of the first failed"

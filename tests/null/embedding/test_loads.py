@@ -105,7 +105,7 @@ def calls_before_a_document(queue, most=99):
         queue.push(Query(number, 0.0, 64), 1e9)
         queue.begin(0.0, 0.0)
         queue.finish()
-        if not queue.num_bulk:
+        if not queue.bulk:
             return number
     return most
 
@@ -115,6 +115,6 @@ def test_a_queue_that_is_cleared_owes_its_bulk_work_no_time():
     expected = calls_before_a_document(queues[0])
     assert 1 < expected < 99
     calls_before_a_document(queues[1], most=expected)
-    assert queues[1].num_bulk == 1
+    assert len(queues[1].bulk) == 1
     queues[1].clear()
     assert calls_before_a_document(queues[1]) == expected

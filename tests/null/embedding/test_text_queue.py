@@ -259,18 +259,18 @@ def test_cancelled_and_expired_queries_leave_their_queues():
     tested = manager(Predicted(LIMIT), FAST, depths=(0,))
     for number in range(4):
         tested.place(Query(number, 0.0, 75, deadline=0.5 if number % 2 else None), 0.0)
-    before = tested.devices[0].timed_seconds
+    before = tested.devices[0].timed.load.seconds
     assert tested.cancel(0)
     assert not tested.cancel(0)
-    assert tested.devices[0].timed_seconds == pytest.approx(before - FAST.alpha)
+    assert tested.devices[0].timed.load.seconds == pytest.approx(before - FAST.alpha)
     assert tested.next_deadline() == 0.5
     assert tested.expire(0.4) == []
     assert [query.id for query in tested.expire(0.5)] == [1, 3]
     assert tested.next_deadline() == math.inf
-    assert tested.devices[0].oldest_limit == MARGIN * LIMIT
+    assert tested.devices[0].timed.oldest_limit == MARGIN * LIMIT
     assert [query.id for query in tested.begin(0, 0.5)] == [2]
     assert not tested.cancel(2), "it runs"
-    assert tested.devices[0].oldest_limit == math.inf
+    assert tested.devices[0].timed.oldest_limit == math.inf
 
 
 def test_the_queue_of_a_dead_device_moves_to_the_others_or_is_answered_busy():
@@ -322,7 +322,7 @@ def test_replaced_costs_change_the_next_prediction():
     assert tested.place(Query(0, 0.0, 75), 0.0) == 0
     assert queue.alone(75) == pytest.approx(0.105)
     queue.replace_costs(Line(0.3, 0.3).new_load)
-    assert queue.timed_seconds == pytest.approx(0.6)
+    assert queue.timed.load.seconds == pytest.approx(0.6)
     assert queue.alone(75) == pytest.approx(0.6)
     assert tested.place(Query(1, 0.0, 75), 0.0) == 0
     assert isinstance(tested.place(Query(2, 0.0, 75), 0.0), Busy)
@@ -383,7 +383,7 @@ def test_a_promoted_document_can_be_cancelled_and_moved():
     batch = tested.begin(0, 0.0)
     assert min(query.priority for query in batch) == QUERY
     (promoted, *_) = (query for query in tested.devices[0].waiting() if query.priority == DOCUMENT)
-    assert tested.devices[0].num_timed >= 1
+    assert tested.devices[0].timed
     assert tested.cancel(promoted.id)
     moved = {each.query.id for each in tested.take_out(0, Health.DEAD, None, 0.0)}
     assert promoted.id not in moved
@@ -404,7 +404,7 @@ def test_a_query_that_is_held_while_no_device_works_is_a_query_when_one_recovers
     tested.revive(0, 0.2)
     assert tested.held == ()
     assert query.priority == QUERY
-    assert (tested.devices[0].num_timed, tested.devices[0].num_bulk) == (1, 0)
+    assert (len(tested.devices[0].timed), len(tested.devices[0].bulk)) == (1, 0)
 
 
 def test_a_query_that_is_held_too_long_runs_late():
@@ -415,4 +415,4 @@ def test_a_query_that_is_held_too_long_runs_late():
     tested.place_held(0.1)
     tested.revive(0, 10 * LIMIT)
     assert query.priority == DOCUMENT
-    assert (tested.devices[0].num_timed, tested.devices[0].num_bulk) == (0, 1)
+    assert (len(tested.devices[0].timed), len(tested.devices[0].bulk)) == (0, 1)
