@@ -87,7 +87,7 @@ class _PlaceholderRequest(InferRequest):  # type: ignore[misc]
         return self._has_single_input  # OpenVINO makes a list of all tensors in each call: 20 us
 
 
-class _CallState(Enum):
+class _Phase(Enum):
     """The call of a request: none, one that runs, or one that Ctrl-C has interrupted."""
 
     NONE = auto()
@@ -95,13 +95,110 @@ class _CallState(Enum):
     INTERRUPTED = auto()
 
 
+class CallState:
+    """The call of a request, and what is known of the last one. Another thread may take its result meanwhile."""
+
+    def __init__(self, remote: MovableRequest) -> None:
+        self._remote = remote
+        self._phase = _Phase.NONE
+        self.is_cancelled = False
+        self.has_run = False
+        self.latency = 0.0
+        self.error: Exception | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._phase is _Phase.RUNNING
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a call whose result was not taken."""
+        return self._phase is not _Phase.NONE
+
+    def lasts(self, seconds: float) -> bool:
+        """Wait for the end of the call, at most some seconds; return whether it still runs."""
+        return self.is_running and not self._remote.poll(seconds)
+
+    def clear(self) -> None:
+        """Forget how the last call ended."""
+        self._phase = _Phase.NONE
+        self.is_cancelled = False
+        self.error = None
+
+    def start(self, inputs: dict[int, Array]) -> None:
+        self._remote.start(inputs)
+        self._phase = _Phase.RUNNING
+        self.has_run = True
+
+    def take_result(self) -> list[Array]:
+        """Wait for the end of the running call, and return its outputs. Raises ``Exception`` if the call failed."""
+        try:
+            result = self._remote.finish()
+        except BaseException as error:
+            is_over = isinstance(error, Exception)  # after Ctrl-C, the request knows how to go on
+            self._phase = _Phase.NONE if is_over else _Phase.INTERRUPTED
+            raise
+        self._phase = _Phase.NONE
+        self.latency = result.device_us / 1000
+        return result.outputs
+
+    def forget(self) -> None:
+        """Forget a call that runs, without waiting."""
+        self._phase = _Phase.NONE
+        self._remote.forget_call()
+
+
+class OutputMemory:
+    """The outputs of a request. They are copied into the placeholder's tensors when the program asks for them.
+
+    Once it has a tensor, which natively shows the newest values, they are copied at the end of each call: ``is_given_out``.
+    ``has_tensors``: the program may give the outputs other memory.
+    """
+
+    def __init__(self, placeholder: _PlaceholderRequest) -> None:
+        self._placeholder = placeholder
+        self._ports = placeholder.model_outputs
+        self._shown: list[Array] = []  # the memory of the output tensors after the last call
+        self.newest: list[Array] | None = None  # of the last call, and not in the placeholder's tensors yet
+        self.is_given_out = False
+        self.has_tensors = False
+
+    def results(self, share: bool) -> OVDict:
+        newest = self.newest
+        if newest is not None and not share and not self.is_given_out:
+            return OVDict({port: array.copy() for port, array in zip(self._ports, newest, strict=True)})
+        shown = self.show()
+        return OVDict({port: (data if share else data.copy()) for port, data in zip(self._ports, shown, strict=True)})
+
+    def show(self) -> list[Array]:
+        """Copy the outputs of the last call into the placeholder's tensors; return the memory of these."""
+        self.is_given_out = True
+        newest = self.newest
+        self.newest = None
+        if newest is None:
+            return [self._placeholder.get_output_tensor(index).data for index in range(len(self._ports))]
+        known = [] if self.has_tensors else self._shown
+        if [array.shape for array in known] != [array.shape for array in newest]:
+            known = [self._memory(index, array.shape) for index, array in enumerate(newest)]
+            self._shown = known
+        for target, array in zip(known, newest, strict=True):
+            target[...] = array
+        return known
+
+    def _memory(self, index: int, shape: tuple[int, ...]) -> Array:
+        """Return the memory of an output tensor, which gets this shape."""
+        tensor = self._placeholder.get_output_tensor(index)
+        memory: Array = tensor.data
+        if memory.shape != shape:  # ``tensor.shape`` takes 17 us
+            tensor.shape = shape
+            memory = tensor.data
+        return memory
+
+
 class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     """An infer request whose calls run in the daemon.
 
     ``on_end`` is called at the end of each ``start_async``, after the callback, with the exception that was raised or None.
-
-    Outputs are copied into the placeholder's tensors when the program asks for them. Once it has a tensor, which natively shows
-    the newest values, they are copied at the end of each call.
     """
 
     def __init__(self, placeholder: Any, request: MovableRequest, make_compiled: Callable[[Any], Any]) -> None:
@@ -110,23 +207,15 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         self._make_compiled = make_compiled
         self._placeholder = _PlaceholderRequest(placeholder)
         self._num_inputs = len(self._placeholder.model_inputs)
-        self._ports = self._placeholder.model_outputs
         self._dtypes = [port.get_element_type().to_dtype() for port in self._placeholder.model_inputs]
         ports = self._placeholder.model_inputs
         self._input_numbers = {name: index for index, port in enumerate(ports) for name in port.get_names()}
         self._lock = threading.RLock()
-        self._call = _CallState.NONE
-        self._is_cancelled = False
-        self._outputs: list[Array] | None = None  # of the last call, and not in the placeholder's tensors yet
-        self._given_out = False
-        self._has_tensors = False  # the program may give the outputs other memory
-        self._shown: list[Array] = []  # the memory of the output tensors after the last call
-        self._error: Exception | None = None
-        self._latency = 0.0
+        self._call = CallState(request)
+        self._outputs = OutputMemory(self._placeholder)
         self._callback: Callable[[Any], object] | None = None
         self._userdata: Any = None
         self._completions: Completions | None = None
-        self._has_run = False
         self.on_end: Callable[[Exception | None], object] | None = None
         renew_in_children(self)
 
@@ -142,8 +231,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
 
     def forget_call(self) -> None:
         """Forget a call that runs, without waiting."""
-        self._call = _CallState.NONE
-        self._remote.forget_call()
+        self._call.forget()
 
     def __repr__(self) -> str:
         return str(super().__repr__()).replace(AttachedInferRequest.__name__, InferRequest.__name__, 1)
@@ -160,8 +248,12 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     ) -> OVDict:
         with self._lock:
             self._start(inputs, share_inputs)
-            self._take_result()
-            return self._results(share_outputs)
+            try:
+                self._take_result()
+                return self._outputs.results(share_outputs)
+            except Exception as error:
+                self._call.error = error
+                raise
 
     def start_async(self, inputs: Any = None, userdata: Any = None, share_inputs: bool = False) -> None:
         with self._lock:
@@ -180,10 +272,10 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         if self._completions is not None and not self._completions.is_current_thread():
             self._completions.join(None)
         with self._lock:
-            if self._has_call:
+            if self._call.is_open:
                 self._finish()
-            if self._error is not None:
-                raise self._error
+            if self._call.error is not None:
+                raise self._call.error
 
     def wait_for(self, timeout: Any) -> bool:
         """Wait for the end of the call, at most ``timeout`` ms; return whether there is a result.
@@ -198,15 +290,15 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         if self._completions is not None and not self._completions.is_current_thread():
             if not self._completions.join(milliseconds / 1000):
                 return False
-        elif self._call is _CallState.RUNNING and not self._remote.poll(milliseconds / 1000):
+        elif self._call.lasts(milliseconds / 1000):
             return False
-        if not self._has_run:
+        if not self._call.has_run:
             return False
         self.wait()
         return True
 
     def cancel(self) -> None:
-        self._is_cancelled = self._call is _CallState.RUNNING
+        self._call.is_cancelled = self._call.is_running
 
     def set_callback(self, callback: Callable[[Any], object], userdata: Any) -> None:
         self._check_idle()
@@ -227,8 +319,8 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         self._check_idle()
         key = next(iter((*args, *kwargs.values())), None)
         if not isinstance(key, str) or key not in self._input_numbers:
-            self._has_tensors = True
-            self._show_outputs()
+            self._outputs.has_tensors = True
+            self._outputs.show()
         return self._placeholder.get_tensor(*args, **kwargs)
 
     set_tensor = _forwarded("set_tensor", "_give_out")
@@ -266,7 +358,7 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
 
     @property
     def latency(self) -> float:
-        return self._latency
+        return self._call.latency
 
     @property
     def profiling_info(self) -> list[ProfilingInfo]:
@@ -284,19 +376,14 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
     def _give_out(self) -> None:
         """Note that the program has output tensors, which natively show the newest values."""
         self._check_idle()
-        self._given_out = True
-        self._has_tensors = True
+        self._outputs.is_given_out = True
+        self._outputs.has_tensors = True
 
     def _give_outputs(self) -> None:
         """Copy the outputs of the last call into the tensors that the program gets."""
         self._check_idle()
-        self._has_tensors = True
-        self._show_outputs()
-
-    @property
-    def _has_call(self) -> bool:
-        """Whether there is a call whose result was not taken; another thread may take it meanwhile."""
-        return self._call is not _CallState.NONE
+        self._outputs.has_tensors = True
+        self._outputs.show()
 
     def _check_idle(self) -> None:
         """Take the result of a call that has ended.
@@ -304,17 +391,17 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         Raises:
             RuntimeError: a call is running.
         """
-        if not self._has_call:
+        if not self._call.is_open:
             return
         by_callback = self._completions is not None and self._completions.is_busy
-        if by_callback or (self._call is _CallState.RUNNING and not self._remote.poll(0)):
+        if by_callback or self._call.lasts(0):
             raise RuntimeError("Infer Request is busy")
         with self._lock:
-            if self._has_call:
+            if self._call.is_open:
                 self._finish()
 
     def _start(self, inputs: Any, is_shared: bool) -> None:
-        if self._call is _CallState.RUNNING:
+        if self._call.is_running:
             self._check_idle()
         placeholder = self._placeholder
         given = self._arrays_as_given(inputs) if is_shared else None
@@ -328,13 +415,9 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
                     placeholder.set_input_tensor(key, tensor)
                 else:
                     placeholder.set_tensor(key, tensor)
-        self._error = None
-        self._outputs = None
-        self._is_cancelled = False
-        self._call = _CallState.NONE
-        self._remote.start({index: placeholder.get_input_tensor(index).data for index in range(self._num_inputs)})
-        self._call = _CallState.RUNNING
-        self._has_run = True
+        self._outputs.newest = None
+        self._call.clear()
+        self._call.start({index: placeholder.get_input_tensor(index).data for index in range(self._num_inputs)})
 
     def _arrays_as_given(self, inputs: Any) -> dict[int, Tensor] | None:
         """Return tensors over arrays by the numbers of their inputs, as OpenVINO makes them of arrays that need no conversion.
@@ -366,81 +449,31 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
         Raises:
             Exception: the call failed; ``wait`` raises it again.
         """
-        self._take_result()
-        if self._given_out:
-            try:
-                self._show_outputs()
-            except Exception as error:
-                self._error = error
-                raise
+        try:
+            self._take_result()
+            if self._outputs.is_given_out:
+                self._outputs.show()
+        except Exception as error:
+            self._call.error = error
+            raise
 
     def _take_result(self) -> None:
-        """Wait for the result of the running call, and keep it.
-
-        Raises:
-            Exception: the call failed; ``wait`` raises it again.
-        """
-        try:
-            result = self._remote.finish()
-        except Exception as error:
-            self._call = _CallState.NONE
-            self._error = error
-            raise
-        except BaseException:  # Ctrl-C: the request knows how to go on
-            self._call = _CallState.INTERRUPTED
-            raise
-        self._call = _CallState.NONE
-        self._latency = result.device_us / 1000
-        self._outputs = result.outputs
-        if self._is_cancelled:
-            self._error = RuntimeError("Infer Request was canceled")
-            raise self._error
+        self._outputs.newest = self._call.take_result()
+        if self._call.is_cancelled:
+            raise RuntimeError("Infer Request was canceled")
 
     def _complete(self) -> None:
         try:
             with self._lock:
-                if self._call is _CallState.RUNNING:
+                if self._call.is_running:
                     self._finish()
             if self._callback is not None:
                 self._callback(self._userdata)
         except Exception as error:
-            self._error = error if self._error is error else RuntimeError(f"{type(error).__name__}: {error}")
+            known = self._call.error
+            self._call.error = error if known is error else RuntimeError(f"{type(error).__name__}: {error}")
         if self.on_end is not None:
-            self.on_end(self._error)
-
-    def _results(self, share: bool) -> OVDict:
-        outputs = self._outputs
-        if outputs is not None and not share and not self._given_out:
-            return OVDict({port: array.copy() for port, array in zip(self._ports, outputs, strict=True)})
-        try:
-            shown = self._show_outputs()
-        except Exception as error:
-            self._error = error
-            raise
-        return OVDict({port: (data if share else data.copy()) for port, data in zip(self._ports, shown, strict=True)})
-
-    def _show_outputs(self) -> list[Array]:
-        self._given_out = True
-        outputs = self._outputs
-        self._outputs = None
-        if outputs is None:
-            return [self._placeholder.get_output_tensor(index).data for index in range(len(self._ports))]
-        known = [] if self._has_tensors else self._shown
-        if [array.shape for array in known] != [array.shape for array in outputs]:
-            known = [self._memory(index, array.shape) for index, array in enumerate(outputs)]
-            self._shown = known
-        for target, array in zip(known, outputs, strict=True):
-            target[...] = array
-        return known
-
-    def _memory(self, index: int, shape: tuple[int, ...]) -> Array:
-        """Return the memory of an output tensor, which gets this shape."""
-        tensor = self._placeholder.get_output_tensor(index)
-        memory: Array = tensor.data
-        if memory.shape != shape:  # ``tensor.shape`` takes 17 us
-            tensor.shape = shape
-            memory = tensor.data
-        return memory
+            self.on_end(self._call.error)
 
 
 def check_callback(callback: Any) -> Callable[..., object]:

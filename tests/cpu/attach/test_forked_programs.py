@@ -42,11 +42,11 @@ are_held = threading.Event()
 def hold():
     for lock in held:
         lock.acquire()
-    request._call = type(request._call).RUNNING  # as in the middle of a call
+    request._call._phase = type(request._call._phase).RUNNING  # as in the middle of a call
     request._remote._pending = {0: row}
     are_held.set()
     may_end.wait(100)
-    request._call, request._remote._pending = type(request._call).NONE, None
+    request._call._phase, request._remote._pending = type(request._call._phase).NONE, None
     for lock in reversed(held):
         lock.release()
 
