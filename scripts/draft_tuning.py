@@ -95,7 +95,7 @@ class Case:
         while state.num_left > 0:
             plan = DraftPlan(call, plain)
             asked = guesses.num_asked
-            is_due = drafts.is_due()
+            is_due = drafts.count_step()
             if is_due:
                 plan = planner.plan([state], call)  # type: ignore[list-item]
             seconds = self._call(planner, plan.variant, chance)

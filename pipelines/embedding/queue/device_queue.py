@@ -121,7 +121,9 @@ class TimedTexts:
 
     def __init__(self, new_load: NewLoad) -> None:
         self._texts: dict[int, tuple[Query, float]] = {}
-        self.reload(new_load)
+        self._new_load = new_load
+        self._oldest_limit = math.inf
+        self.load = new_load()
 
     def __len__(self) -> int:
         return len(self._texts)
