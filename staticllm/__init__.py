@@ -60,7 +60,8 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 if not Path(__file__).with_name("pipelines").is_dir() and find_spec("staticllm.pipelines") is None:
     # in a checkout three packages lie beside this folder, and the installation says where
     raise ImportError(
-        f"the checkout {_CHECKOUT} is not installed in this environment: run `python -m pip install -e {_CHECKOUT}`"
+        f"the checkout {_CHECKOUT} is not installed in this environment: run `python -m pip install -e {_CHECKOUT}`, "
+        "or work in another folder if staticllm was installed without -e"
     )
 
 

@@ -138,7 +138,5 @@ class CallRunner:
         self._last_batches.append(batch)
         if self._serving.device.runner.num_blocks > 1:
             self.inserted.count(batch, seconds)
-        preempted = [] if is_inserted else self._serving.preempted  # those were preempted for the call in flight
-        context = call_context(self._serving.device.table, self._serving.device.runner.cache.slots.num_used, preempted)
-        preempted.clear()
-        return context
+        preempted = [] if is_inserted else self._serving.take_preempted()  # else they are those of the call in flight
+        return call_context(self._serving.device.table, self._serving.device.runner.cache.slots.num_used, preempted)

@@ -117,6 +117,12 @@ class Serving:
         assert not self.requests
         self.device = self.device.replaced(runner, options, self.clock)
 
+    def take_preempted(self) -> list[int]:
+        """Return the ids of the requests that lost their slots since the last call, and forget them."""
+        preempted = self.preempted
+        self.preempted = []
+        return preempted
+
     @property
     def vocab_size(self) -> int:
         """The number of token ids of the model."""

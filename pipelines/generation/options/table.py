@@ -241,7 +241,8 @@ OPTIONS: Mapping[str, Option] = {
     "num_assistant_tokens": Option(0, 0, UNLIMITED, apis=()),
     "assistant_confidence_threshold": Option(0.0, 0.0, 1.0, apis=()),
 }
-"""All rows by the name of the option."""
+"""All rows by the name of the option. Only those of ``SAMPLING`` have fields over HTTP: what reads these looks there."""
+assert not any(row.apis for name, row in OPTIONS.items() if name not in SAMPLING)
 
 
 def http_fields(api: Api) -> dict[str, str]:

@@ -165,7 +165,7 @@ IGNORED = [
     ["simulate", "--device", "CPU"], ["simulate", "--accept", "0.5"], ["simulate", "--draft-ms", "2"],
     ["simulate", "--transfer-ms", "2"], ["simulate", "--slot-bytes", "2"], ["simulate", "--bandwidth", "2"],
     ["simulate", "--arrivals", "burst", "--rate", "2"],
-    *(["bench", f"--{report}", name, value] for report in ("costs", "calibration", "divergence", "nodes") for name, value in (
+    *(["bench", f"--{report}", name, value] for report in ("costs", "calibration", "divergence") for name, value in (
         ("--n-prompt", "9"), ("-n", "9"), ("-d", "9"), ("-c", "2"), ("-r", "2"), ("--profile", "trace.json"),
     )),
     *([name, "--compiler", "local"] for name in ("compile", "inspect", "plan")),

@@ -50,7 +50,7 @@ class Process:
 
     def __init__(self, engine):
         self.engine, self.asked = engine, []
-        self.calls = CallWatch(engine.core.profiler.ring, time.perf_counter)
+        self.calls = CallWatch(engine.profiler.ring, time.perf_counter)
 
     def calls_after(self, number):
         self.asked.append(number)
@@ -63,7 +63,7 @@ def test_calls_and_answers_are_mirrored_in_their_order_with_numbers_of_their_own
     process, mirror = Process(engine), Mirror(origin=0.5)
     assert mirror.read(process.calls_after, PAUSE).num_slots == 64
     engine.step(start=1.0)
-    engine.core.profiler.record(RequestRecord(1, 0.9, 1.0, (1.01,), 5, 2, FinishReason.STOP, 1.02))
+    engine.profiler.record(RequestRecord(1, 0.9, 1.0, (1.01,), 5, 2, FinishReason.STOP, 1.02))
     engine.step(start=2.0, decode=(2,))
     state = mirror.read(process.calls_after, PAUSE)
     found = mirror.log.after(0)
@@ -122,9 +122,9 @@ def test_a_reader_that_begins_gets_the_log_in_pages():
 def test_what_was_lost_before_it_was_read_is_counted():
     engine = Engine()
     process, mirror = Process(engine), Mirror(origin=0.0)
-    engine.steps.step()
+    engine.step()
     mirror.read(process.calls_after, PAUSE)
-    engine.steps.step()
+    engine.step()
     mirror.read(process.calls_after, PAUSE)
     for start in range(KEPT + 10):
         engine.step(float(start))
@@ -139,7 +139,7 @@ def test_what_was_lost_before_it_was_read_is_counted():
 def test_a_hole_behind_calls_that_are_kept_is_counted_once():
     engine = Engine()
     process, mirror = Process(engine), Mirror(origin=0.0)
-    engine.steps.step()
+    engine.step()
     mirror.read(process.calls_after, PAUSE)
     for start in range(KEPT_RECORDS + 10):
         engine.step(float(start))

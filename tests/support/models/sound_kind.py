@@ -21,6 +21,11 @@ WEIGHTS = np.random.default_rng(1).standard_normal((WIDTH, BANDS), np.float32)
 class SoundVariant:
     rows: Size
     phase: ClassVar[str] = "encode"
+    WORK_SECONDS: ClassVar[tuple[float, float]] = (1e-3, 1e-5)
+
+    @property
+    def work(self):
+        return 1.0, self.rows
 
 
 @dataclass(frozen=True)
