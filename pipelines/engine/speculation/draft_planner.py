@@ -15,46 +15,50 @@ from ...programs.variant_index import VariantIndex
 from ..state import AnswerState
 from .draft_model import KIND, DraftModel
 
-
-@dataclass(frozen=True)
-class DraftTuning:
-    """The numbers to tune. ``scripts/draft_tuning.py`` shows by how much each changes the speed; it has no draft models."""
-
-    allowance: float = 0.01
-    """Credit per decode step, in decode steps: the share of the decode time that drafts may lose."""
-    enough: float = 1.0
-    """Credit that is enough for any draft, in decode steps: the first and the largest, and the most that first runs cost."""
-    min_gain: float = 1.02
-    """Least expected speed-up; a smaller one is within the error of the costs."""
-    least_chance: float = 0.05
-    """Least probability of acceptance of a token that is checked."""
-    probe_after: int = 32
-    """Decode steps without a draft after which one is checked that promises at least ``PROBE_GAIN``."""
-    probe_rarely_after: int = 256
-    """Decode steps without a draft after which any is checked; as many steps with drafts are followed by one without."""
-    search_share: float = 0.01
-    """Share of a decode step that the search for drafts may take; where steps are shorter, answers are asked less often."""
-    catch_up_share: float = 0.1
-    """Share of the rest of an answer that the draft model may take to read its beginning."""
-
-
-TUNING = DraftTuning()
-PROBE_GAIN = 0.75
-"""Least expected speed of a draft that is checked to find out whether the text has changed."""
-MOST_STEPS = 4.0
-"""Most decode steps of a debt, of what drafts have gained for one answer, and of what one call takes beyond its cost."""
+ALLOWANCE = 0.01
+"""Credit per decode step, in decode steps: the share of the decode time that drafts may lose."""
+FIRST_CREDIT = 1.0
+"""Credit of a new engine, in decode steps."""
+MAX_CREDIT = 1.5
+"""Largest credit, in decode steps."""
+MAX_DEBT = 4.0
+"""Largest debt, in decode steps."""
+MAX_SURPLUS = 8.0
+"""Most decode steps that one answer may lose again of what drafts have gained for it."""
+MOST_LOST = 1.0
+"""Credit that is enough for any draft, and the most that the first runs at a size are charged, in decode steps."""
 HOPED_ROW_COST = 0.1
 """Most decode steps that a drafted row is taken to cost while the cost of its variant is not stable."""
+MIN_GAIN = 1.02
+"""Least expected speed-up; a smaller one is within the error of the costs."""
+LEAST_CHANCE = 0.05
+"""Least probability of acceptance of a token that is checked."""
+PROBE_AFTER = 32
+"""Decode steps without a draft after which one is checked that promises at least ``PROBE_GAIN``."""
+PROBE_RARELY_AFTER = 256
+"""Decode steps without a draft after which any draft is checked."""
+PROBE_GAIN = 0.75
+"""Least expected speed of a draft that is checked to find out whether the text has changed."""
+CATCH_UP_SHARE = 0.1
+"""Share of the rest of an answer that the draft model may take to read its beginning."""
 FORESEEN_TOKENS = 256
 """Most tokens that the rest of an answer counts for."""
 FIRST_PLAIN = 3
 """Steps without drafts before the first draft: what a plain step costs must be known."""
+REFRESH_AFTER = 48
+"""Steps with drafts before the next one without."""
 OVERHEAD_WEIGHT = 0.2
 """Weight of a new call in the averages of what calls take beyond their costs."""
 SLOWER_WEIGHT = 0.05
 """Weight of a slower call there, which other work may have delayed."""
-SEARCH_SECONDS = 1e-4
-"""Time to find that there is no draft, or that it does not pay."""
+MOST_OVERHEAD = 3.0
+"""Cap on one call's contribution, in units of a plain call."""
+NO_DRAFT_SECONDS = 3e-5
+"""Time to find that there is no draft, in seconds."""
+DRAFT_SECONDS = 1e-4
+"""Time to find that a draft does not pay, in seconds."""
+OVERHEAD = 0.01
+"""Share of a decode step that the search for drafts may take; where steps are shorter, answers are asked less often."""
 MAX_KEPT = 1024
 """Sizes of calls whose variants are remembered."""
 
@@ -143,7 +147,7 @@ def _averaged(known: float | None, seconds: float) -> float:
 class DraftCredit:
     """The decode steps that drafts may lose, and the steps since the last draft.
 
-    Drafts add the tokens that they gain and pay the time that they take, and each decode step adds the allowance: a text whose
+    Drafts add the tokens that they gain and pay the time that they take, and each decode step adds ``ALLOWANCE``: a text whose
     drafts are never accepted is slower by that share, and not by more.
 
     Attributes:
@@ -152,8 +156,8 @@ class DraftCredit:
     """
 
     def __init__(self) -> None:
-        self.steps = TUNING.enough
-        self.num_plain = TUNING.probe_after
+        self.steps = FIRST_CREDIT
+        self.num_plain = PROBE_AFTER
         self._num_due = FIRST_PLAIN  # steps without drafts that must come first
         self._num_drafted = 0  # steps with drafts since the last one without
 
@@ -165,15 +169,15 @@ class DraftCredit:
     @property
     def least_gain(self) -> float:
         """The least expected speed of a draft that is checked now."""
-        if self.num_plain >= TUNING.probe_rarely_after:
+        if self.num_plain >= PROBE_RARELY_AFTER:
             return 0.0
-        return min(PROBE_GAIN if self.num_plain >= TUNING.probe_after else TUNING.min_gain, TUNING.min_gain)
+        return min(PROBE_GAIN if self.num_plain >= PROBE_AFTER else MIN_GAIN, MIN_GAIN)
 
     def skip(self) -> None:
         """Count a decode step in which no answer was due for a draft."""
         self.num_plain += 1
         self._num_drafted = 0
-        self._add(TUNING.allowance)
+        self._add(ALLOWANCE)
 
     def count(self, has_drafts: bool, was_tried: bool, gained: float) -> None:
         """Count a decode step with or without drafts, which has ``gained`` decode steps; ``was_tried``: the draft model ran."""
@@ -183,12 +187,12 @@ class DraftCredit:
         self.num_plain += 1
         if has_drafts or was_tried:
             self._num_drafted += 1
-            self._num_due = int(self._num_drafted >= TUNING.probe_rarely_after)
+            self._num_due = int(self._num_drafted >= REFRESH_AFTER)
             self.num_plain = 0
-        self._add(TUNING.allowance + gained)
+        self._add(ALLOWANCE + gained)
 
     def _add(self, steps: float) -> None:
-        self.steps = max(-MOST_STEPS, min(self.steps + steps, TUNING.enough))
+        self.steps = max(-MAX_DEBT, min(self.steps + steps, MAX_CREDIT))
 
 
 class DraftPlanner:
@@ -229,9 +233,10 @@ class DraftPlanner:
         lengths = [0] * len(answers)
         for chance in chances[: option.most] if option is not None else ():
             lengths[chance.index] += 1
-        longest = SEARCH_SECONDS / (TUNING.search_share * self._step_seconds(call))
-        for each, length in zip(asked, lengths, strict=True):
-            each.pause(0 if length else int(longest))
+        longest = 1.0 / (OVERHEAD * self._step_seconds(call))
+        for each, draft, length in zip(asked, proposed, lengths, strict=True):
+            spent = 0.0 if length else DRAFT_SECONDS if draft.tokens else NO_DRAFT_SECONDS
+            each.pause(int(spent * longest))
         if option is None:
             return DraftPlan(call, call.variant, answers=asked)
         drafts = [replace(draft, tokens=draft.tokens[:n]) for draft, n in zip(proposed, lengths, strict=True)]
@@ -272,7 +277,7 @@ class DraftPlanner:
         runner = self._runner
         step = self._step_seconds(plan.call)
         expected = runner.costs(plan.call.variant) + (self.overheads.plain or 0.0)
-        most = MOST_STEPS if runner.costs.is_stable(plan.variant) else TUNING.enough
+        most = MAX_DEBT if runner.costs.is_stable(plan.variant) else MOST_LOST
         return max(0.0, min((seconds + plan.spent_seconds - expected) / step, most))
 
     def use_model(self, model: DraftModel) -> None:
@@ -297,7 +302,7 @@ class DraftPlanner:
         if has_drafts and not self._runner.costs.is_stable(plan.variant):
             return
         base = self._runner.costs(plan.call.variant)
-        overhead = max(-base, min(seconds - self._runner.costs(plan.variant), MOST_STEPS * base))
+        overhead = max(-base, min(seconds - self._runner.costs(plan.variant), MOST_OVERHEAD * base))
         if has_drafts:
             self.overheads.count_drafted(overhead)
         elif is_after:
@@ -322,7 +327,7 @@ class DraftPlanner:
             modelled = Draft((0,) * min(limit, self.model.room(state)), KIND)
             foreseen = min(state.num_left, FORESEEN_TOKENS) * self._step_seconds(call)
             is_better = not draft.tokens or rates.rate(draft) < rates.rate(modelled)
-            if is_better and self.model.catch_up_seconds(state) <= TUNING.catch_up_share * foreseen:
+            if is_better and self.model.catch_up_seconds(state) <= CATCH_UP_SHARE * foreseen:
                 return modelled
         unknown = (i for i, token in enumerate(draft.tokens) if not 0 <= token < state.vocab_size)
         end = min(next(unknown, limit), limit)
@@ -338,8 +343,8 @@ class DraftPlanner:
             if draft.tokens:
                 rate = each.rates_among(self.rates).rate(draft)
                 chances += [_Chance(rate ** (place + 1), place, index) for place in range(len(draft.tokens))]
-        likely = [chance for chance in chances if chance.probability >= TUNING.least_chance]
-        if not likely and self.credit.num_plain >= TUNING.probe_rarely_after:
+        likely = [chance for chance in chances if chance.probability >= LEAST_CHANCE]
+        if not likely and self.credit.num_plain >= PROBE_RARELY_AFTER:
             likely = [chance for chance in chances if not chance.place]
         return sorted(likely, key=lambda chance: (-chance.probability, chance.place, chance.index))
 
@@ -361,7 +366,7 @@ class DraftPlanner:
             held = min(option.most, len(chances))
             more = (self._more_seconds(call, option.variant) + model_seconds[held]) / base
             risk = more - min(sure, held) / count
-            if not held or min(risk, TUNING.enough) * (1.0 - chances[0].probability) > credit:
+            if not held or min(risk, MOST_LOST) * (1.0 - chances[0].probability) > credit:
                 continue
             is_known = self._runner.costs.is_stable(option.variant)
             hoped = more if is_known else min(more, held * HOPED_ROW_COST + model_seconds[held] / base)
@@ -419,7 +424,7 @@ def _beyond_surplus(answers: Sequence[AnswerDrafts], gained: float) -> float:
     """Add what a call has gained to the surplus of its answers, or take a loss from it. Return what the credit has to bear."""
     change = max(gained, -_surplus(answers))
     for answer in answers:
-        answer.surplus = max(0.0, min(answer.surplus + change, MOST_STEPS))
+        answer.surplus = max(0.0, min(answer.surplus + change, MAX_SURPLUS))
     return gained if gained > 0 else gained - change
 
 

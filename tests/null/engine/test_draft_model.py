@@ -1,17 +1,18 @@
 """Tests draft models on the fake device: whatever they guess, answers are the same, and their KV slots follow the answers."""
 
 import warnings
+from unittest.mock import patch
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.engine.engine_drafters import always_drafting
 from support.engine.engine_schedules import HOSTILE, MASKS, Disturbed, Schedule
 from support.engine.output_queues import outputs_of
 from support.quick import examples
 
 from staticllm.core import Variant
 from staticllm.pipelines.engine.request import TokenOutput
+from staticllm.pipelines.engine.speculation import draft_planner
 from staticllm.pipelines.engine.speculation.draft_model import MAX_FAILURES, DraftModel
 from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.scheduling.planner import POLICIES, make_policy
@@ -26,6 +27,9 @@ from staticllm.testing import (
     fake_runner,
     run_to_end,
 )
+
+ALWAYS = {"MAX_CREDIT": 1e9, "ALLOWANCE": 1e9, "MIN_GAIN": 0.0, "LEAST_CHANCE": 0.0, "CATCH_UP_SHARE": 1e9}
+"""Constants with which every draft is checked, whether it pays or not."""
 
 
 def draft_model_for(engine, masks=None, is_right=lambda tokens: True, variants=FAKE_VARIANTS, seconds=5e-4):
@@ -60,7 +64,7 @@ def test_answers_are_those_without_a_draft_model(name, period):
     model = draft_model_for(engine, is_right=lambda tokens: not period or len(tokens) % period)
     requests = [modelled(range(50 * i, 50 * i + 4 + 3 * i), 20 + i) for i in range(5)]
     expected = [fake_answer(request.tokens, 20 + i) for i, request in enumerate(requests)]
-    with always_drafting():
+    with patch.multiple(draft_planner, **ALWAYS):
         run_to_end(engine, requests)
     assert [request.tokens for request in requests] == expected
     stats = engine.core.profiler.stats()
@@ -97,7 +101,7 @@ def test_any_schedule_with_a_draft_model_gives_each_request_its_own_answer(sched
     variants, period = TIGHT if schedule["is_tight"] else FAKE_VARIANTS, schedule["period"]
     model = draft_model_for(engine, MASKS, lambda tokens: not period or len(tokens) % period, variants)
     run = Schedule(schedule)
-    with always_drafting():
+    with patch.multiple(draft_planner, **ALWAYS):
         for step in range(3000):
             run.arrive(engine, step)
             engine.steps.step()
@@ -113,7 +117,7 @@ def test_requests_share_the_calls_of_the_draft_model():
     engine = fake_engine(make_policy("fcfs"), 4)
     model = draft_model_for(engine)
     requests = [modelled(range(20 * i, 20 * i + 9), 30) for i in range(4)]
-    with always_drafting():
+    with patch.multiple(draft_planner, **ALWAYS):
         run_to_end(engine, requests)
     calls = sum(program.num_runs for program in model._runner.programs.values())
     drafted = engine.core.profiler.stats().drafted_tokens
@@ -132,7 +136,7 @@ def test_rejected_tokens_are_cut_and_accepted_ones_not_computed_again():
         return commit(step, buffers, accepted)
 
     model._runner.cache.commit = counting
-    with always_drafting():
+    with patch.multiple(draft_planner, **ALWAYS):
         run_to_end(engine, [request])
     stats = engine.core.profiler.stats()
     assert request.tokens == fake_answer(range(12), 40)
@@ -149,7 +153,7 @@ def test_a_draft_ends_where_the_model_is_unsure():
         for program in runner.programs.values():
             program._next_token = None  # its logits are then 1 and -1
         request = modelled(range(12), 20, params={"confidence": confidence})
-        with always_drafting():
+        with patch.multiple(draft_planner, **ALWAYS):
             run_to_end(engine, [request])
         assert request.tokens == fake_answer(range(12), 20)
         assert bool(engine.core.profiler.stats().drafted_tokens) == is_drafting
@@ -165,7 +169,7 @@ def test_a_failing_draft_model_ends_no_request():
     for program in model._runner.programs.values():
         program.run = fail
     requests = [modelled(range(9), 20), modelled(range(30, 40), 20)]
-    with always_drafting(), warnings.catch_warnings(record=True) as caught:
+    with patch.multiple(draft_planner, **ALWAYS), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run_to_end(engine, requests)
     assert [request.tokens for request in requests] == [fake_answer(range(9), 20), fake_answer(range(30, 40), 20)]
@@ -207,7 +211,7 @@ def test_a_stop_token_ends_a_draft():
     engine = fake_engine(make_policy("fcfs"), 1)
     draft_model_for(engine)
     request = modelled(range(9), 40, stop_token_ids=frozenset(answer[-1:]))
-    with always_drafting():
+    with patch.multiple(draft_planner, **ALWAYS):
         run_to_end(engine, [request])
     assert request.tokens == answer[: answer.index(answer[-1], 9) + 1]
     stats = engine.core.profiler.stats()

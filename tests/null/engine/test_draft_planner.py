@@ -6,8 +6,11 @@ import pytest
 
 from staticllm.core import Variant
 from staticllm.pipelines.engine.speculation.draft_planner import (
-    MOST_STEPS,
-    TUNING,
+    ALLOWANCE,
+    MAX_CREDIT,
+    MAX_SURPLUS,
+    PROBE_AFTER,
+    PROBE_RARELY_AFTER,
     DraftPlan,
     DraftPlanner,
     PlainCall,
@@ -65,23 +68,21 @@ def test_the_first_slow_run_at_a_size_rules_drafts_out_for_no_longer_than_others
 def test_drafts_are_charged_what_the_call_took_and_not_what_it_should_have_taken(planner, state):
     credit = planner.credit.steps
     check(planner, state, 0, seconds=1.7 * STEP)
-    assert planner.credit.steps == pytest.approx(credit + TUNING.allowance - 0.7)
+    assert planner.credit.steps == pytest.approx(credit + ALLOWANCE - 0.7)
     planner.observe(DraftPlan(PLAIN, ONE), 0, 1.4 * STEP)
-    assert planner.credit.steps == pytest.approx(credit + 2 * TUNING.allowance - 1.1), (
-        "the device changed back to the size"
-    )
+    assert planner.credit.steps == pytest.approx(credit + 2 * ALLOWANCE - 1.1), "the device changed back to the size"
     planner.observe(DraftPlan(PLAIN, ONE), 0, 1.4 * STEP)
-    assert planner.credit.steps == pytest.approx(credit + 3 * TUNING.allowance - 1.1), "other work made this one slow"
+    assert planner.credit.steps == pytest.approx(credit + 3 * ALLOWANCE - 1.1), "other work made this one slow"
 
 
 def test_what_drafts_gained_for_an_answer_pays_for_its_next_mistakes_only(planner, state):
     for _ in range(3):
         check(planner, state, 7)
-    assert (planner.credit.steps, state.drafts.surplus) == (TUNING.enough, MOST_STEPS)
+    assert (planner.credit.steps, state.drafts.surplus) == (MAX_CREDIT, MAX_SURPLUS)
     for _ in range(4):
         check(planner, state, 0, seconds=2 * STEP)
-    assert state.drafts.surplus == pytest.approx(MOST_STEPS - 4)
-    assert planner.credit.steps == TUNING.enough
+    assert state.drafts.surplus == pytest.approx(MAX_SURPLUS - 4)
+    assert planner.credit.steps == MAX_CREDIT
     other = fake_request(UNIT * 3, 40, drafts=DraftParams(max_ngram_size=3)).state
     assert other.drafts.surplus == 0
 
@@ -89,7 +90,7 @@ def test_what_drafts_gained_for_an_answer_pays_for_its_next_mistakes_only(planne
 def test_without_surplus_and_credit_nothing_is_drafted_until_enough_steps_have_passed(planner, state):
     planner.credit.steps = -0.5
     assert drafted(planner, state)[1] == 0
-    for _ in range(round(1.2 / TUNING.allowance)):
+    for _ in range(round(1.2 / ALLOWANCE)):
         planner.skip()
     assert drafted(planner, state)[1] >= 5
 
@@ -108,10 +109,10 @@ def test_a_draft_that_promises_nothing_is_tried_rarely(planner, state):
     for _ in range(9):
         rates.observe(Draft(tuple(range(7)), "lookup 3"), 0)
     planner._runner.costs.set(EIGHT, 1.6 * STEP)
-    planner.credit.num_plain = TUNING.probe_after
-    planner.credit.steps = TUNING.enough
+    planner.credit.num_plain = PROBE_AFTER
+    planner.credit.steps = MAX_CREDIT
     assert drafted(planner, state)[1] == 0
-    planner.credit.num_plain = TUNING.probe_rarely_after
+    planner.credit.num_plain = PROBE_RARELY_AFTER
     assert drafted(planner, state)[1] > 0
 
 

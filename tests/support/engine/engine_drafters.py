@@ -8,8 +8,10 @@ from staticllm.pipelines.engine.speculation import draft_planner
 from staticllm.pipelines.generation.drafts import Draft, DraftParams
 from staticllm.testing import fake_answer, fake_request
 
-ALWAYS = {"TUNING": draft_planner.DraftTuning(1e9, 1e9, 0.0, 0.0, search_share=1e9, catch_up_share=1e9)}
-"""Numbers with which an engine looks for every draft, and checks at least one token of it, whether it pays here or not."""
+ALWAYS = {
+    "MAX_CREDIT": 1e9, "ALLOWANCE": 1e9, "MIN_GAIN": 0.0, "LEAST_CHANCE": 0.0, "CATCH_UP_SHARE": 1e9, "OVERHEAD": 1e9
+}  # fmt: skip
+"""Constants with which an engine looks for every draft, and checks at least one token of it, whether it pays here or not."""
 KINDS = ("none", "lookup", "right", "wrong", "mixed", "outside")
 
 
