@@ -81,8 +81,8 @@ def mask_figures(model: Path, rounds: int = 3, tokens: int = 96) -> dict[str, fl
         size = pipe.engine.runner.cache.layout.vocab_size
         vocabulary = enlarged(read_vocabulary(pipe.get_tokenizer()), size)
         compiler = GrammarCompiler(lambda: vocabulary)
-        assert pipe.engine._text is not None
-        pipe.engine._text = EngineText(pipe.engine._text.decode, compiler)
+        assert pipe.engine.steps.text is not None
+        pipe.engine.steps.text = EngineText(pipe.engine.steps.text.decode, compiler)
         prompt = np.array(vocabulary.encode("Write about a person."))
         for round_ in range(rounds):  # in token ids, because nothing decodes the tokens that are made up
             pipe.generate(prompt, rng_seed=round_ + 1, do_sample=True, json_schema=PERSON, max_new_tokens=tokens)
@@ -216,8 +216,8 @@ def bench_speed(options: argparse.Namespace) -> None:
                     periods[name] += [after.start - before.start for before, after in pairwise(steps)]
                     num_tokens[name] += len(answer.tokens[0]) - 1
                     num_steps[name] += len(steps)
-        assert pipe.engine._text is not None and pipe.engine._text.grammars is not None
-        times = pipe.engine._text.grammars.times
+        assert pipe.engine.steps.text is not None and pipe.engine.steps.text.grammars is not None
+        times = pipe.engine.steps.text.grammars.times
     for share in (0.05, 0.25, 0.5):
         found = {name: sorted(values)[int(len(values) * share)] * 1e3 for name, values in periods.items()}
         per_token = {name: found[name] * num_steps[name] / num_tokens[name] for name in kinds}

@@ -93,7 +93,7 @@ class CallRunner:
                 between = self.inserted.between(batch, self._run_inserted) if runner.num_blocks > 1 else None
                 result = runner.run(batch.variant, segments, meanwhile, batch.accept, between)
         except InsertedStepError as failed:
-            raise failed.error from None
+            failed.reraise()
         except Exception as error:
             times = CallTimes(start, self._serving.clock() - start, is_inserted=is_inserted)
             context = self._count_call(batch, times.seconds, is_inserted)

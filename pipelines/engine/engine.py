@@ -83,9 +83,8 @@ class Engine:
     ) -> None:
         self.core = EngineCore(runner, policy, options, clock)
         self.clock = clock
-        self.steps = EngineSteps(self.core)
+        self.steps = EngineSteps(self.core, text)
         self.step_host: StepHost = OwnThread(self.steps) if host is None else HostedSteps(self.steps, host)
-        self._text = text
         self._calls = CallWatch(self.core.profiler.ring, clock)
 
     def submit(
@@ -102,7 +101,7 @@ class Engine:
             ClosedError: the engine was closed, or belongs to another process.
         """
         self.check_process()
-        text = self._text
+        text = self.steps.text
         vocab_size = self.core.serving.vocab_size
         grammar = prepare_grammar(request, vocab_size, text.grammars if text else None)
         decode = text.decode if text else None
@@ -277,7 +276,6 @@ class Engine:
         """
         if self.step_host.is_ours:
             self.step_host.close(drain)
-            self._text = None  # it holds the tokenizer
 
     @property
     def is_idle(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
-from staticllm.system.threads import run_uninterrupted
+from staticllm.system.threads import POLL_SECONDS, run_uninterrupted
 
 from ..scheduling.interface import JobView, View
 from .jobs import JobHost, JobSource, job_priority, new_source_id
@@ -59,15 +59,22 @@ class HostedSteps(OfOneProcess):
         """
         self.check_process()
         self.host.add_jobs(source)
-        self._sources.append(source)
+        with self._steps.lock:
+            self._sources = [*self._sources, source]
 
     def remove_jobs(self, source: JobSource) -> None:
         """As ``JobHost.remove_jobs``."""
+        self._forget(source)
         self.host.remove_jobs(source)
 
     def detach_jobs(self, source: JobSource) -> None:
         """As ``JobHost.detach_jobs``."""
+        self._forget(source)
         self.host.detach_jobs(source)
+
+    def _forget(self, source: JobSource) -> None:
+        with self._steps.lock:
+            self._sources = [other for other in self._sources if other is not source]
 
     def costs_awaited(self) -> AbstractContextManager[None]:
         """Do nothing: costs are learnt from calls."""
@@ -127,11 +134,12 @@ class HostedSteps(OfOneProcess):
             return
         with self._steps.lock:
             self.is_closing = True
-            if drain:
-                self._changed.wait_for(lambda: self._has_ended or not self.is_busy)
-        for source in (*self._sources, self):
+            while drain and self.is_busy and not self._has_ended:  # jobs of sources end without a word here
+                self._changed.wait(POLL_SECONDS)
+            sources = self._sources
+        for source in (*sources, self):
             self.host.detach_jobs(source)
-        for source in self._sources:
+        for source in sources:
             source.close()
         run_uninterrupted(self._leave, "staticllm-close")
         with self._steps.lock:

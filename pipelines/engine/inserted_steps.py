@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import NoReturn
 
 from ..programs.in_flight import Between, CallInFlight
 from ..scheduling.interface import CallView, RequestStatus, RequestView, View
@@ -21,7 +22,11 @@ class InsertedStepError(Exception):
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
-        self.error = error
+        self._errors = [error]
+
+    def reraise(self) -> NoReturn:
+        """Raise the error, and keep it no longer: it would be a cycle through all frames, which only the collector ends."""
+        raise self._errors.pop()
 
 
 class InsertedSteps:
@@ -63,7 +68,7 @@ class InsertedSteps:
             if (inserted := self._due(batch, flight)) is not None:
                 run(inserted)
         except Exception as error:
-            raise InsertedStepError(error) from error
+            raise InsertedStepError(error) from None
         if any(entry.state.kv.sequence is not entry.segment.sequence for entry in batch.entries):
             raise AbandonedCallError
 

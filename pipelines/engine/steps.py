@@ -17,6 +17,7 @@ from staticllm.system.threads import owned_device
 from .device_use import SoleUse
 from .engine_core import EngineCore
 from .options import Switch
+from .request import EngineText
 from .sequence import ActiveRequest
 from .state import RequestState
 
@@ -75,8 +76,9 @@ class EngineSteps:
     hosted engine runs, or a job that uses the engine's own keys and values.
     """
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self, core: EngineCore, text: EngineText | None = None) -> None:
         self.core = core
+        self.text = text  # of the tokenizer; None once the core is closed
         self.lock = threading.RLock()
         self.in_use = threading.RLock()
         self.inbox: dict[int, RequestState] = {}  # submitted and not yet admitted, by id
@@ -194,5 +196,6 @@ class EngineSteps:
 
     def close(self) -> None:
         """Close the core, and leave the device. A second call does nothing."""
+        self.text = None
         self.device_use.close()
         self.core.close()

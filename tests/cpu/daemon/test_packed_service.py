@@ -9,6 +9,7 @@ import openvino as ov
 import pytest
 
 import staticllm
+from staticllm.daemon.packed import request as packed_request
 from staticllm.daemon.sharing.device_scheduler import ClientId, DeviceRequest
 from staticllm.wire.messages import Kind, Message
 from tests.support.attach.daemons import RawClient, daemon_thread, wait_for
@@ -205,14 +206,14 @@ def test_a_priority_that_changes_while_a_call_begins_counts_for_its_sequences(da
     with RawClient() as client:
         handle = client.model(path, config=CONFIG).body["model"]
         engine = daemon.models.served()[0][1].engine
-        open_sequence = engine.open_sequence
+        new_sequence = packed_request.ClientSequence
 
         def open_slowly(*given):
-            sequence = open_sequence(*given)
+            sequence = new_sequence(*given)
             assert client.ask(Kind.HINT, priority=100 + 7).kind is Kind.OK
             return sequence
 
-        monkeypatch.setattr(engine, "open_sequence", open_slowly)
+        monkeypatch.setattr(packed_request, "ClientSequence", open_slowly)
         with client.request(handle) as request:
             request.infer(*call_of(native, PROMPT, 0))
             (state,) = engine.core.device.kv_manager.idle._states.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from itertools import pairwise
 
 import pytest
@@ -212,3 +213,41 @@ def test_the_main_thread_does_not_end_requests_because_ctrl_c_could_come_between
     device.speech.close()
     assert ended == ["staticllm-close"] * 3
     device.chat.close()
+
+
+@pytest.mark.parametrize("end", ["cancel", "a bug"])
+def test_a_draining_close_ends_when_the_last_request_ends_without_a_step(end, monkeypatch):
+    """The next job ends the request, so that no step is made that could tell whoever waits."""
+    device = Device()
+    state = request(TEXT, clock=device.clock)
+    device.speech.submit_state(state)
+    closing = threading.Thread(target=device.speech.close, args=(True,))
+    closing.start()
+    while not device.speech.step_host.is_closing:
+        time.sleep(1e-3)
+    if end == "cancel":
+        device.speech.cancel(state.id)
+    else:
+        monkeypatch.setattr(device.speech.core, "end_expired", lambda: 1 / 0)
+    device.chat.steps.step()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert not state.unfinished
+
+
+def test_a_source_that_was_detached_stays_open_when_the_engine_closes():
+    device = Device()
+    device.speech.detach_jobs(device.encoder)
+    device.speech.close()
+    device.chat.add_jobs(device.encoder)
+    heard = device.encoder.submit(device.encode, 0)
+    device.chat.steps.step()
+    assert heard.done() and heard.exception() is None
+
+
+def test_the_texts_of_a_hosted_engine_go_with_its_host():
+    device = Device()
+    device.speech.steps.text = object()
+    device.speech.submit_state(request(TEXT, clock=device.clock))
+    device.chat.core.jobs.close()
+    assert device.speech.steps.text is None

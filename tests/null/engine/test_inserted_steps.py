@@ -332,6 +332,25 @@ def test_an_interrupt_between_two_blocks_ends_all_requests_and_leaks_nothing(mon
     beside.engine.close()
 
 
+def test_an_error_between_two_blocks_ends_all_requests_and_keeps_its_cause(monkeypatch):
+    beside = Beside()
+
+    def fail(batch):
+        raise ValueError("a bug") from OSError("its cause")
+
+    monkeypatch.setattr(beside.engine.core.calls, "_run_inserted", fail)
+    beside.policy.is_on = True
+    beside.engine.steps.add([beside.late])
+    beside.engine.steps.step()
+    error = outputs_of(beside.late)[-1].error
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    assert [str(each) for each in chain[-2:]] == ["a bug", "its cause"]
+    assert not any(each.unfinished for each in (beside.late, *beside.decoding))
+    beside.engine.close()
+
+
 BROKEN = {
     "raises": lambda view, call: 1 // 0,
     "no plan": lambda view, call: 7,
