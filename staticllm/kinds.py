@@ -88,9 +88,9 @@ register(
     KnownKind(
         "encoder",
         "StaticEmbeddingPipeline",
-        f"{_PIPELINES}.embedding.encoder_kind:EncoderKind",
-        f"{_PIPELINES}.diagnostics.encoder_diagnosis:EncoderDiagnosis",
-        (f"{_SERVED}:EMBEDDING", f"{_SERVED}:RERANK"),
+        program=f"{_PIPELINES}.embedding.encoder_kind:EncoderKind",
+        diagnosis=f"{_PIPELINES}.diagnostics.encoder_diagnosis:EncoderDiagnosis",
+        served=(f"{_SERVED}:EMBEDDING", f"{_SERVED}:RERANK"),
     )
 )
 register(KnownKind("encoder of sources", "StaticWhisperPipeline", f"{_PIPELINES}.loading.source_kind:SourceKind"))
@@ -99,9 +99,9 @@ register(
     KnownKind(
         "decoder",
         "StaticLLMPipeline",
-        f"{_PIPELINES}.loading.decoder_kind:DecoderKind",
-        f"{_PIPELINES}.diagnostics.decoder_diagnosis:DecoderDiagnosis",
-        (f"{_SERVED}:CHAT",),
+        program=f"{_PIPELINES}.loading.decoder_kind:DecoderKind",
+        diagnosis=f"{_PIPELINES}.diagnostics.decoder_diagnosis:DecoderDiagnosis",
+        served=(f"{_SERVED}:CHAT",),
     )
 )
 register(

@@ -50,9 +50,8 @@ def pytest_configure(config: pytest.Config) -> None:
     slow = [hypothesis.HealthCheck.too_slow]  # a busy machine is no fault
     for name, count in (("all", 100), ("quick", 8)):
         hypothesis.settings.register_profile(name, max_examples=count, deadline=None, suppress_health_check=slow)
-    os.environ.setdefault(
-        "HF_HUB_OFFLINE", "1"
-    )  # no test asks the hub of Hugging Face; tests of names have one of their own
+    # no test asks the hub of Hugging Face; tests of names have one of their own
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     hypothesis.settings.load_profile("all" if config.getoption("--all") else "quick")
     config.addinivalue_line("markers", "slow: takes long; runs with --all only")
     if hasattr(config, "workerinput"):

@@ -44,16 +44,16 @@ def save_snapshot(engine: SnapshotEngine, tokens: list[int], target: SnapshotTar
 
 def load_snapshot(engine: SnapshotEngine, target: SnapshotTarget) -> int:
     """Read a snapshot into the host pool as ``EngineClient.load_snapshot`` says. Any thread may call."""
-    num_slots = engine.core.device.kv_manager.host_pool.num_slots
-    stored = load(target.path, target.identity, engine.core.device.runner.cache.layout, num_slots, target.key)
+    device = engine.core.device
+    num_slots = device.kv_manager.host_pool.num_slots
+    stored = load(target.path, target.identity, device.runner.cache.layout, num_slots, target.key)
     stored = replace(stored, conditions=replace(stored.conditions, adapters=target.adapters))
 
     def restore() -> None:
-        if not engine.core.device.runner.cache.layout.fits(
-            stored
-        ):  # the engine has switched to another device meanwhile
+        device = engine.core.device  # the engine may have switched to another one meanwhile
+        if not device.runner.cache.layout.fits(stored):
             raise SnapshotError(f"{str(target.path)!r} has another layout than this model's: save it again")
-        if not engine.core.device.kv_manager.prefix.restore(stored):
+        if not device.kv_manager.prefix.restore(stored):
             raise SnapshotError(
                 f"{str(target.path)!r} has {len(stored.tokens)} tokens, the host pool has no room for them now: wait until "
                 "requests have ended, or load the model with more HOST_KV_SLOTS"

@@ -110,9 +110,8 @@ class PromptLookup:
 
     def forget(self) -> None:
         self._places: dict[tuple[int, ...], int] = {}  # of n-grams: the index of the token after the last occurrence
-        self._found = [
-            0
-        ] * self._max_size  # by length - 1: the place of the last n-gram's previous occurrence; 0 without one
+        # by length - 1: the place of the last n-gram's previous occurrence; 0 without one
+        self._found = [0] * self._max_size
         self._num_indexed = 0
 
     def _index(self, tokens: Sequence[int]) -> None:

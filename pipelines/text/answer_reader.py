@@ -107,6 +107,20 @@ class AnswerReader:
             return FinishReason.ERROR
         return self._ends[0].reason if self._ends[0] else None
 
+    @property
+    def num_cached(self) -> int | None:
+        """As ``GenerationHandle.num_cached``."""
+        return self.processors[0].num_cached
+
+    def want_text(self) -> None:
+        """Have the first answer decoded as it comes, not at its end."""
+        self.processors[0].want_text()
+
+    def fail(self, error: BaseException) -> None:
+        """Cancel the request; every later reader gets ``error``."""
+        self.cancel()
+        self.error = error
+
     def found(self) -> list[RequestOutput]:
         """Return the answers: the first, and those others that a beam search has found."""
         ends = enumerate(self._ends)
@@ -162,6 +176,12 @@ class AnswerReader:
         self._raise_error()
 
     async def read_async(self, least_gap: float = 0.0) -> AsyncGenerator[list[TextDelta], None]:
+        """Yield the increments as ``GenerationHandle.batches_async`` says, as this task's reader.
+
+        Raises:
+            ClosedError: this is a forked child.
+            StaticLLMError: another thread or task reads, or the request failed.
+        """
         check_process(self._pid)
         waker = running_waker()
         token = object()

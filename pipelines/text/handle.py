@@ -61,7 +61,7 @@ class GenerationHandle:
         """
         self._reader.check_single()
         if wants_text:
-            self._reader.processors[0].want_text()
+            self._reader.want_text()
         yield from self._reader.read(None, has_echo=True)
 
     def __iter__(self) -> Iterator[str]:
@@ -98,7 +98,7 @@ class GenerationHandle:
             GenerationConfigError, StaticLLMError: as for ``deltas``.
         """
         self._reader.check_single()
-        self._reader.processors[0].want_text()
+        self._reader.want_text()
         return self._reader.read_async(least_gap)
 
     def deltas_async(self) -> AsyncGenerator[TextDelta, None]:
@@ -159,7 +159,7 @@ class GenerationHandle:
     @property
     def num_cached(self) -> int | None:
         """The number of prompt tokens that the prefix cache had; None before the first token of the first answer."""
-        return self._reader.processors[0].num_cached
+        return self._reader.num_cached
 
     def keep(self, session: str) -> None:
         """Keep the keys and values of this conversation longer than others, until ``session`` keeps another one.
@@ -241,8 +241,7 @@ class GenerationHandle:
                 for text in self:
                     callback(text)
             except BaseException as error:  # SystemExit and CancelledError too: no other code would see them
-                self.cancel()
-                self._reader.error = error
+                self._reader.fail(error)
 
         try:
             self._thread = start_thread(read, "staticllm-callback")
