@@ -81,10 +81,10 @@ if hasattr(os, "register_at_fork"):  # the thread does not exist in a forked chi
 
 
 class RequestFuture(InterruptibleFuture[Vectors]):
-    """A future whose done-callbacks run on a thread of their own: one that waits for the device cannot hold the device.
+    """A future whose done-callbacks run on a separate thread, so that a callback that waits for the device cannot block it.
 
-    They run in the order in which they became due. One that waits for another callback waits forever. As for every future, a
-    callback that is added after the end is called at once, on the thread that adds it.
+    Callbacks run in the order in which they became due. A callback that waits for another callback waits forever. As for every
+    future, a callback that is added after the end runs immediately, on the thread that adds it.
     """
 
     def add_done_callback(self, fn: Callable[[Future[Vectors]], Any]) -> None:
@@ -134,7 +134,7 @@ class EmbeddingRequest:
         return self.deadline is not None and now >= self.deadline
 
     def put(self, index: int, vector: Vectors) -> None:
-        """Take the vector of one text; after the last one, hand all of them out."""
+        """Store the vector of one text; after the last one, deliver all vectors."""
         self.vectors[index] = vector
         with self._lock:
             self.num_done += 1
@@ -144,7 +144,7 @@ class EmbeddingRequest:
         self.news.put(None)
 
     def spend(self, seconds: float) -> None:
-        """Count device time; before ``put``, so that it is known at the end."""
+        """Count device time; call it before ``put``, so that the time is known at the end."""
         with self._lock:
             self.device_seconds += seconds
 

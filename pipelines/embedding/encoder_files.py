@@ -1,4 +1,4 @@
-"""Reads what a model directory says about its embeddings: pooling, Dense modules, prompts and the longest text."""
+"""Reads the embedding settings of a model directory: pooling, Dense modules, prompts and the maximum text length."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ DOCUMENT_NAMES = ("document", "passage", "corpus")
 
 @dataclass(frozen=True)
 class EncoderFiles:
-    """What the files of sentence-transformers say; None and empty where they say nothing.
+    """The settings in the files of sentence-transformers; None or empty where the files have none.
 
     ``max_length`` is in tokens. ``prompts``: texts to put before queries (``query``) and documents (the first of
     ``DOCUMENT_NAMES`` that is not empty); ``default_prompt`` goes before texts of which nothing is said.
@@ -75,7 +75,7 @@ class EncoderFiles:
 
 
 def read_encoder_files(directory: Path) -> EncoderFiles:
-    """Read ``modules.json`` and the folders that it names, the longest text, and the prompts.
+    """Read ``modules.json`` and the folders that it names, the maximum text length, and the prompts.
 
     Raises:
         ModelError: a file is damaged, or a module computes something that encoder programs do not have.

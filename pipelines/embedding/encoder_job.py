@@ -1,4 +1,4 @@
-"""Checks and loads an encoder: a job says which one on which device, with all that the user and the model's files choose."""
+"""Checks and loads an encoder. A job names the encoder and the device, with all choices of the user and the model's files."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def encoder_job(
     on_progress: OnProgress = lambda event: None,
     check: Callable[[ov.Core, object], str] = check_device,
 ) -> EncoderJob:
-    """Check directory, device and properties, and read what the model's files say.
+    """Check directory, device and properties, and read the model's files.
 
     ``check`` raises a ``DeviceError`` for a device that cannot be used.
 
@@ -97,7 +97,7 @@ def encoder_config(device: str, properties: Mapping[str, object], names: Sequenc
 
 @dataclass(frozen=True)
 class LoadedEncoder:
-    """An encoder that is ready to run, its tokenizer, and what its files say. ``max_length`` is in tokens."""
+    """An encoder that is ready to run, its tokenizer, and the settings in its files. ``max_length`` is in tokens."""
 
     runner: EncoderRunner
     tokenizer: genai.Tokenizer

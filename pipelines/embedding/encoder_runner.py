@@ -93,7 +93,7 @@ class EncoderRunner:
 
     @property
     def max_rows(self) -> int:
-        """The most tokens of one text that runs whole."""
+        """The maximum number of tokens of a text that runs in one call."""
         return max(variant.rows for variant in self.variants)
 
     def cost(self, variant: EncoderVariant) -> float:
@@ -201,7 +201,7 @@ class EncoderRunner:
         return vector
 
     def close(self) -> None:
-        """Drop the programs, their inference requests and what is kept of texts. Nothing can run afterwards."""
+        """Drop the programs, their inference requests and the cached prefixes. Nothing can run afterwards."""
         self._compiled = {}
         self._bound = {}
         self._chunk_programs = {}

@@ -1,4 +1,4 @@
-"""Makes scores of a cross-encoder's logits, by the activation that its own files or the user name."""
+"""Turns a cross-encoder's logits into scores, with the activation from its files or from the user."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ TEXTS_PER_CALL = 64
 
 
 class TextTokenizer:
-    """Encodes texts with a model's tokenizer. ``max_length`` is the most tokens of a text, with its special tokens."""
+    """Encodes texts with a model's tokenizer. ``max_length`` is the maximum number of tokens of a text, with special tokens."""
 
     def __init__(
         self, tokenizer: genai.Tokenizer, max_length: int, vocab_size: int | None, overflow: Overflow = "truncate"
@@ -35,7 +35,7 @@ class TextTokenizer:
         self._num_before, self._num_last = self._count_special()
 
     def close(self) -> None:
-        """Let go of the tokenizer, whose compiled models have memory and threads. Later calls raise a ``ClosedError``."""
+        """Release the tokenizer, whose compiled models use memory and threads. Later calls raise a ``ClosedError``."""
         self._tokenizer = None
 
     def count_prompt(self, prompt: str) -> int:

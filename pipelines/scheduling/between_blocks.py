@@ -1,4 +1,4 @@
-"""What runs between two blocks of a device call: the rule for policies that have none of their own."""
+"""Chooses the decode steps between two blocks of a device call, for policies without their own rule."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def due_step(view: View, call: CallView) -> Plan | None:
     """Return a decode step of the running requests if one is due; else None, and the next block runs.
 
     As many steps are due before the end of the call as keep each time between two tokens within ``view.token_bound``, evenly
-    spaced. Each step delays the prompts of the call by its own time. All that has run since the first call of the oldest of these
-    prompts, between blocks and between calls, may delay it by ``MAX_DELAY_SHARE`` of the device time of its calls up to the end
-    of this one. So its first token comes after at most 1 + ``MAX_DELAY_SHARE`` of the time that its calls take alone. Proactive
-    prompts are delayed by as much as reactive requests need.
+    spaced. Each step delays the prompts of the call by its duration. Counted from the first call of the oldest of these
+    prompts, other work between blocks and between calls may delay it by ``MAX_DELAY_SHARE`` of the device time of its calls up
+    to the end of this call. Its TTFT is therefore at most 1 + ``MAX_DELAY_SHARE`` times the time that its calls take alone.
+    Reactive requests may delay proactive prompts by as much as they need.
     """
     running = sorted(view.running, key=lambda request: request.last_token_time or 0.0)
     running = running[: max(0, min(call.max_decoding, view.free_slots))]

@@ -1,4 +1,4 @@
-"""The share of a device for work behind other work, for jobs, embedded texts and the calls of other programs alike."""
+"""Computes the device share of work with lower precedence: jobs, embedded texts and the calls of other programs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ BEHIND_SHARE = 0.1
 
 
 def wait_for_share(seconds: float) -> float:
-    """Return how long work of this duration waits before it may delay tokens, s: then it has ``MIN_SHARE`` of the time."""
+    """Return how many seconds work of this duration waits before it may delay tokens, to get ``MIN_SHARE`` of the time."""
     return seconds * (1 - MIN_SHARE) / MIN_SHARE
 
 
 class TimeCredit:
-    """Device time owed to work behind other work: ``BEHIND_SHARE`` of the time while the other work always waits."""
+    """Device time owed to work with lower precedence: ``BEHIND_SHARE`` of the time while other work is always waiting."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -24,11 +24,11 @@ class TimeCredit:
         return self._seconds >= seconds
 
     def lead(self, seconds: float, is_followed: bool) -> None:
-        """Count work of this duration that goes first; ``is_followed``: other work waits behind it."""
+        """Count work of this duration that runs first; ``is_followed``: work with lower precedence is waiting."""
         self._seconds = self._seconds + BEHIND_SHARE / (1 - BEHIND_SHARE) * seconds if is_followed else 0.0
 
     def clear(self) -> None:
-        """Owe nothing: the work behind has had the device for itself."""
+        """Clear the debt: the work with lower precedence has had the device to itself."""
         self._seconds = 0.0
 
     def pay(self, seconds: float) -> None:

@@ -9,19 +9,20 @@ Every request has one of four statuses:
 - *swapped*: its prompt has run, but it does not decode. Its KV slots are in the host pool, or still in the arena while the host
   pool has no room.
 
-Beside requests there may be *jobs*: device calls of other models, such as the packed texts of an embedding pipeline. A policy
-whose attribute ``plans_jobs`` is True gets them in ``View.jobs`` and runs one with ``Plan.job``. For every other policy
-``JobScheduler`` decides whether a job runs, before the policy is asked.
+In addition to requests, there may be *jobs*: device calls of other models, such as the packed texts of an embedding pipeline. A
+policy whose attribute ``plans_jobs`` is True gets them in ``View.jobs`` and runs one with ``Plan.job``. For every other policy,
+``JobScheduler`` decides whether a job runs before it asks the policy.
 
-The tokens of *client sequences* are chosen by a client outside the engine. A sequence is a request of the view while tokens that
-its client sent have to run: as running if it is one token and a place is free. Then it is *idle*, until the client sends more. An
-idle sequence keeps its KV slots, which count as free: they are taken from the one that has been idle longest. Idle sequences do
-not count as running, so that their places go round; ``View.free_places`` says how many are left for requests that keep theirs.
+A client outside the engine chooses the tokens of *client sequences*. A sequence is a request of the view while it has to run
+tokens that its client sent; it is running if this is one token and a place is free. After that it is *idle*, until the client
+sends more tokens. An idle sequence keeps its KV slots, which count as free: the engine takes slots from the sequence that has
+been idle longest. Idle sequences do not count as running, so that several can share a place. ``View.free_places`` is the number
+of places that are left for requests that keep theirs.
 
-Work has one of two classes. Somebody waits for *reactive* work; *proactive* work (an agent, an index) takes what is left.
-A request whose priority is below 0 is proactive, and so is a job whose priority is 0 or below, as that of documents. While both
-classes have requests, a policy is asked for the reactive ones alone, as if the others were not there, and the planner adds the
-proactive ones where they keep the bounds. A policy whose attribute ``plans_classes`` is True gets all requests, and decides.
+Work has one of two classes. A user waits for *reactive* work; *proactive* work (an agent, an index) uses the remaining
+capacity. Requests with a priority below 0 are proactive, and so are jobs with a priority of 0 or below, such as documents.
+While both classes have requests, the policy gets only the reactive requests, and the planner adds proactive requests where they
+keep the bounds. A policy whose attribute ``plans_classes`` is True gets all requests and plans both classes.
 
 When its last prompt token has run, a prefilling request gets its first token. From then on it is running if fewer than
 ``max_num_seqs`` requests run and none is swapped; otherwise it is swapped, until a plan swaps it in.
@@ -162,7 +163,7 @@ class JobView:
 
     @property
     def is_proactive(self) -> bool:
-        """Whether nobody waits for it: its class of work. Documents have priority 0, queries 1."""
+        """Whether its class of work is proactive: no user waits for it. Documents have priority 0, queries 1."""
         return self.priority <= 0
 
 
@@ -187,7 +188,7 @@ class IdleView:
 
 @dataclass(frozen=True)
 class TokenBound:
-    """How long other work may keep the running requests from their next tokens: prompts, jobs, calls of other programs.
+    """The longest time for which prompts, jobs and calls of other programs may delay the next tokens of running requests.
 
     It is ``TPOT_MS``, or without that target the longer one of ``steps`` decode steps and ``seconds``.
     """
@@ -196,7 +197,7 @@ class TokenBound:
     seconds: float
 
     def of(self, step_seconds: float, tpot_ms: float | None = None) -> float:
-        """Return the longest time between two tokens, s, where a decode step takes ``step_seconds``."""
+        """Return the longest time between two tokens in seconds, if a decode step takes ``step_seconds``."""
         return max(self.steps * step_seconds, self.seconds) if tpot_ms is None else tpot_ms / 1e3
 
 

@@ -42,7 +42,7 @@ class UrgentFirst:
         self._credit = TimeCredit()
 
     def next(self, jobs: Sequence[JobView]) -> JobView | None:
-        """Return the job whose turn it is; None if there is none."""
+        """Return the next job; None if there is none."""
         if len(jobs) < 2:
             return jobs[0] if jobs else None
         first = min(jobs, key=urgency)
@@ -50,7 +50,7 @@ class UrgentFirst:
         return oldest if self._credit.covers(oldest.seconds) else first
 
     def begin(self, job: JobView, jobs: Sequence[JobView]) -> None:
-        """Count a job that begins now, and that was chosen among ``jobs``."""
+        """Count a job that begins now and was chosen among ``jobs``."""
         if job == min(jobs, key=urgency):
             self._credit.lead(job.seconds, is_followed=len(jobs) > 1)
         else:
@@ -58,10 +58,10 @@ class UrgentFirst:
 
 
 class ChatActivity:
-    """How conversations use a device, learnt from the reactive requests in its views. Moments are seconds on their clock.
+    """Measures how conversations use a device, from the reactive requests in its views. Times are seconds on their clock.
 
-    ``observe`` measures the time from the first view in which a prompt waits to its first token: the time to first token without
-    the job that ran when the prompt arrived, and without the cached part of the prompt. ``delay`` subtracts later jobs.
+    ``observe`` measures the time from the first view in which a prompt waits to its first token. This is the TTFT without the
+    job that ran when the prompt arrived, and without the cached part of the prompt. ``delay`` subtracts later jobs.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class ChatActivity:
         self._end: float | None = None  # the first view without requests after the last one with some
 
     def observe(self, view: View) -> None:
-        """Take note of the requests of a view; a second call with the same view changes nothing."""
+        """Record the requests of a view; a second call with the same view changes nothing."""
         requests = [request for request in view.requests if not request.is_proactive]
         if not requests:
             self._since.clear()
@@ -92,18 +92,18 @@ class ChatActivity:
         self._since = since
 
     def delay(self, seconds: float) -> None:
-        """Leave the duration of a job out of the time to first token of the prompts that wait for it."""
+        """Exclude the duration of a job from the TTFT of the prompts that wait for it."""
         self._since = {id: moment + seconds for id, moment in self._since.items()}
 
     def longest_job(self, now: float) -> float:
-        """Return the longest time that a job should take for the sake of prompts that may come, s; infinite without any."""
+        """Return the longest seconds that a job should take, because prompts may arrive; infinite without conversations."""
         is_active = now - max(self._last_busy, self._end or 0.0) <= ACTIVE_SECONDS
         if not self._times or not is_active:
             return float("inf")
         return max(LEAST_JOB_SECONDS, TTFT_SHARE * median(self._times))
 
     def prompt_expected_until(self, now: float) -> float | None:
-        """Return the moment until which a job should wait for a prompt that is about to come; None if none is expected."""
+        """Return the moment until which a job should wait for an expected prompt; None if no prompt is expected."""
         if self._end is None or not self._pauses or median(self._pauses) > HOLD_SECONDS:
             return None
         moment = self._end + HOLD_SECONDS
@@ -113,10 +113,10 @@ class ChatActivity:
 class JobScheduler:
     """Decides which job runs before the next call of requests, if any.
 
-    Without requests, a job runs at once. Beside decoding requests, it runs if each of them still gets its next token within
-    ``token_bound``. Requests that are swapped or wait for their first token go before jobs of their priority and below. Jobs of
-    a higher priority go before them until they are ``AHEAD_SECONDS`` of device time ahead. Waiting jobs get ``MIN_SHARE`` of
-    the device time, whatever the policy plans.
+    Without requests, a job runs immediately. While requests decode, it runs if each of them still gets its next token within
+    ``token_bound``. Requests that are swapped or wait for their first token have precedence over jobs of their priority and
+    below. Jobs of a higher priority run before them until they are ``AHEAD_SECONDS`` of device time ahead. Waiting jobs get
+    ``MIN_SHARE`` of the device time, whatever the policy plans.
     """
 
     def __init__(self, activity: ChatActivity | None = None) -> None:
@@ -128,14 +128,14 @@ class JobScheduler:
         self._activity = ChatActivity() if activity is None else activity
 
     def longest_job(self, view: View) -> float:
-        """Return the longest time that a job should take now, s: ``longest_job``, and less for prompts that may come."""
+        """Return the longest seconds that a job should take now: ``longest_job``, or less because prompts may arrive."""
         self._activity.observe(view)
         return longest_job(view, self._activity.longest_job(view.now))
 
     def hold_until(self, view: View) -> float | None:
-        """Return the moment until which jobs wait for a prompt that is expected at once; None if they need not.
+        """Return the moment until which jobs wait for a prompt that is expected soon; None if they need not wait.
 
-        Jobs of a higher priority than that of requests do not wait, and no job waits longer than for its share.
+        Jobs with a higher priority than requests do not wait, and no job waits longer than its share requires.
         """
         self._activity.observe(view)
         job = self._urgent.next(view.jobs)
@@ -161,10 +161,10 @@ class JobScheduler:
         return job
 
     def view_for_policy(self, view: View) -> View:
-        """Return the view without jobs. If one ran since the last tokens of the running requests, these decode first.
+        """Return the view without jobs. If a job ran since the running requests got their last tokens, these decode first.
 
-        The policy then sees no prompt for one call, or for as many as one token of each running request takes: the job took the
-        time that the policy would give to prompts.
+        The policy then sees no prompt for one call, or for as many calls as one token of each running request takes, because
+        the job took the time that the policy would give to prompts.
         """
         is_behind = min(_token_times(view.running), default=self._start) < self._start
         if is_behind and self._num_hidden > 0:
@@ -204,12 +204,12 @@ class JobScheduler:
 
 
 def urgency(job: JobView) -> tuple[float, float, float]:
-    """Return the key by which jobs are sorted: the highest priority, then the first deadline, then the oldest."""
+    """Return the sort key of jobs: the highest priority, then the earliest deadline, then the oldest."""
     return -job.priority, float("inf") if job.deadline is None else job.deadline, job.arrival
 
 
 def longest_job(view: View, most: float = float("inf")) -> float:
-    """Return the longest time that a job should take now, s: as many jobs of that length fill the time between two tokens.
+    """Return the longest time in seconds that a job should take now: jobs of this length fill the time between two tokens.
 
     ``most``: a limit that others set, in seconds.
     """
@@ -222,7 +222,7 @@ def longest_job(view: View, most: float = float("inf")) -> float:
 
 
 def bounded(view: View) -> Sequence[RequestView]:
-    """Return the running requests that have a bound on the time between tokens: the reactive ones, without any of them all."""
+    """Return the running requests that have a bound on the time between tokens: the reactive requests; without any, all."""
     return [request for request in view.running if not request.is_proactive] or view.running
 
 
@@ -239,7 +239,7 @@ def step_of(view: View) -> float:
 def slack_of(view: View) -> float:
     """Return the seconds that other calls may take between two tokens of the requests that have a bound.
 
-    They are expected seconds: where calls take longer than expected, the bound holds fewer of them.
+    These are expected seconds: if calls take longer than expected, fewer of them fit into the bound.
     """
     step = step_of(view)
     return view.token_bound.of(step, view.tpot_ms) * BOUND_USED / view.device.overrun - step
@@ -248,7 +248,8 @@ def slack_of(view: View) -> float:
 def job_slack_of(view: View) -> float:
     """Return the seconds that jobs may take between two tokens of the requests that have a bound.
 
-    They leave room for the rows of proactive requests in the decode step: a row there takes much less time than in a call alone.
+    The result leaves room for rows of proactive requests in the decode step, where a row takes much less time than in a
+    separate call.
     """
     return slack_of(view) + step_of(view) - _decode_seconds(view, len(view.running))
 

@@ -1,4 +1,4 @@
-"""Parts of plans that the shipped policies share, and the rules that every plan must keep."""
+"""Helpers that the shipped policies share, and the rules that every plan must follow."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def decode_plan(
 
 
 def longest_waiting(view: View, running: list[RequestView]) -> list[RequestView]:
-    """Return all of ``running``, or if one call cannot hold all, those that have waited longest for a token."""
+    """Return all of ``running``; if one call cannot hold all, the requests that have waited longest for a token."""
     limit = view.device.max_decoding
     if len(running) <= limit:
         return running

@@ -1,4 +1,4 @@
-"""Shares the places of running requests among more requests in time slices, so that no answer stops for long."""
+"""Shares the places of running requests among more requests in time slices, so that no answer pauses for long."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def by_wait(requests: Iterable[RequestView]) -> list[RequestView]:
 class TimeSlices:
     """Decides which running request gives its place to which swapped one, and when.
 
-    With m swapped requests, a place changes hands every ``gap / m`` seconds, so that each of them waits ``gap`` seconds (a share
-    of ``view.gap_ms``). The request that has run longest gives its place to the one that has waited longest. Swaps cost time, so
-    ``num_startable`` holds prompts back whose requests could not get a place in time with ``SWAP_SHARE`` of the time for swaps.
+    With m swapped requests, one request is swapped every ``gap / m`` seconds, so that each of them waits ``gap`` seconds (a
+    share of ``view.gap_ms``). The request that has run longest gives its place to the request that has waited longest. Swaps
+    cost time, so ``num_startable`` delays prompts whose requests could not get a place in time with ``SWAP_SHARE`` of the time
+    for swaps.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Adds proactive requests to the plans of reactive ones, where they keep the bounds of these."""
+"""Adds proactive requests to the plans of reactive requests, within the bounds of the reactive requests."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ MIN_SECONDS = 1e-9
 
 
 class ProactiveRequests:
-    """Decides what proactive requests do beside reactive ones, for every policy that does not plan both classes itself.
+    """Schedules proactive requests together with reactive requests, for every policy that does not plan both classes itself.
 
-    The policy plans the reactive requests alone, with all KV slots and places that proactive ones can give up. Then:
+    The policy plans only the reactive requests, with all KV slots and places that proactive requests can give up. Then:
 
-    - While a reactive request waits for its first token, or for a place, proactive rows take only padding of its calls.
-    - Beside reactive requests that decode, a call takes as many proactive rows, of decode steps and prompts, as keep the time
-      between two reactive tokens within ``token_bound``. If no program holds both, a proactive call runs between two of their
-      steps: one, since many short ones would fill the bound, and make somebody who reads wait for what nobody waits for.
-    - If no row is left, proactive requests have ``BEHIND_SHARE`` of the device time, in calls of their own. The same holds while
-      jobs wait, which all go before them.
+    - While a reactive request waits for its first token or for a place, proactive rows use only the padding of its calls.
+    - While reactive requests decode, a call takes as many proactive rows, of decode steps and prompts, as keep the time between
+      two reactive tokens within ``token_bound``. If no program holds both, one proactive call runs between two reactive steps.
+      Several short calls would fill the bound, and delay a user for work without a waiting user.
+    - If no row is left, proactive requests get ``BEHIND_SHARE`` of the device time in separate calls. The same holds while jobs
+      wait, which have precedence.
 
-    A call that holds a proactive row and no reactive prompt takes at most ``longest_call``, so that a new prompt finds the
-    device free soon; or it is the smallest one that has half of the best rate of tokens.
+    A call with a proactive row and no reactive prompt takes at most ``longest_call``, so that a new prompt soon finds the
+    device free, or it is the smallest call with half of the best token rate.
     """
 
     def __init__(self, activity: ChatActivity) -> None:
@@ -73,7 +73,7 @@ class ProactiveRequests:
         return self._begin(found, view)
 
     def note_job(self, job: JobView, view: View) -> None:
-        """Count a job that goes before the proactive requests of a view."""
+        """Count a job that runs before the proactive requests of a view."""
         self._credit.lead(job.seconds, is_followed=any(request.is_proactive for request in view.requests))
 
     def shortened(self, plan: Plan, view: View) -> Plan:
@@ -87,9 +87,9 @@ class ProactiveRequests:
         return _short([(cut, _seconds(view, cut)) for cut in cuts], limit) or plan
 
     def filled(self, plan: Plan, view: View) -> Plan:
-        """Return a plan of reactive requests with proactive rows in it, and without those whose slots and places it needs.
+        """Return a plan of reactive requests with proactive rows, without the proactive requests whose room it needs.
 
-        Where no program holds both, it is a call of proactive requests alone that keeps the bound, and ``plan`` comes later.
+        If no program holds both, it is a call of only proactive requests within the bound, and ``plan`` runs later.
 
         Raises:
             IllegalPlanError: a bug; the plan breaks a rule even without proactive rows.
@@ -204,7 +204,7 @@ class _Alone:
 
 
 def reactive_view(view: View) -> View:
-    """Return the reactive requests as if the others were not there: all slots that these can give up are free."""
+    """Return a view of only the reactive requests, in which all slots that proactive requests can give up are free."""
     proactive = view.of_class(is_proactive=True).requests
     stored = sum(request.num_computed for request in proactive if not request.in_arena)
     return replace(
@@ -238,7 +238,7 @@ class _Room:
         self._make_slots()
 
     def plan(self) -> Plan:
-        """Return the plan with what makes room for it."""
+        """Return the plan with the swaps and preemptions that make room for it."""
         return replace(
             self._plan,
             swap_out=(*self._plan.swap_out, *(request.id for request in self._swap_out)),

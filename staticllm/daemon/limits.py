@@ -1,4 +1,4 @@
-"""What one client, and all clients together, may have at most."""
+"""The limits of one client and of all clients together."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class DaemonLimits:
     """Bounds of the daemon.
 
     Attributes:
-        clients: Programs that are connected at a time.
+        clients: Programs that are connected at the same time.
         models: Models of one client.
         requests: Infer requests of one client, each of which has at most one call in flight.
         connections: Connections of one client: one for itself, and one for each infer request and compilation in progress.
         block_bytes: Bytes of shared memory of one client.
         model_bytes: Bytes of the weights of all models together.
-        idle_model_seconds: Seconds after which a model that no client holds is dropped.
-        idle_seconds: Seconds without a client after which the daemon ends.
+        idle_model_seconds: Seconds after which the daemon drops a model that no client holds.
+        idle_seconds: Seconds without a client after which the daemon exits.
     """
 
     clients: int = 32
@@ -45,5 +45,5 @@ def default_limits() -> DaemonLimits:
 
 
 def worker_limits() -> DaemonLimits:
-    """Return the limits of a daemon that works for one process: its models may take what they would take there."""
+    """Return the limits of a daemon that serves one process: its models may take as much memory as in that process."""
     return DaemonLimits(model_bytes=psutil.virtual_memory().total, idle_seconds=FOREVER)

@@ -1,7 +1,8 @@
-"""Runs a text in several calls: its progress and KV slots, the beginnings that are kept for other texts, and the calls' arrays.
+"""Runs a text in several calls: its progress and KV slots, the cached prefixes for other texts, and the arrays of the calls.
 
-A text runs in chunks if it is longer than any sequence of the programs. A text that comes alone does so if its beginning is kept,
-such as the instruction before each query: the beginning that two such texts in a row have in common is worth keeping.
+A text runs in chunks if it is longer than any sequence of the programs. A text that arrives alone also runs in chunks if its
+prefix is cached, such as the instruction before each query. A prefix that two consecutive texts of this kind share is worth
+caching.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class ChunkCache:
 
     @property
     def num_kept_tokens(self) -> int:
-        """The tokens of all beginnings that are kept."""
+        """The number of tokens of all cached prefixes."""
         return self._kept.num_kept_slots
 
     def continued(self, text: TokenizedText, num_kept: int = 0) -> ContinuedText:
@@ -120,7 +121,7 @@ class ChunkCache:
         chunk.num_done += count
 
     def end(self, chunk: ContinuedText, presents: Sequence[Rows], is_finite: bool) -> None:
-        """Free the slots of a text after its last call, and keep its beginning if that is worth it and all is finite."""
+        """Free the slots of a text after its last call, and cache its prefix if it is useful and all is finite."""
         assert self._sequence is not None
         if chunk.num_kept and is_finite:
             self.commit(chunk, presents, max(0, chunk.num_kept - chunk.num_done))
@@ -129,7 +130,7 @@ class ChunkCache:
         self._leave()
 
     def release(self) -> None:
-        """Give the memory back. The cache must not be used any more."""
+        """Free the memory. The cache must not be used afterwards."""
         self._kept.clear()
         self.kv.release()
 

@@ -1,7 +1,7 @@
-"""Finds texts that begin alike, so that one call computes their common beginning once.
+"""Finds texts with a common prefix, so that a call computes the prefix only once.
 
-A decoder computes the same for the first tokens of two texts, whatever follows: the instruction before queries, and the query
-before the texts that a reranker compares with it.
+A decoder computes the same values for a prefix, whatever follows: the instruction before queries, or the query before the texts
+that a reranker compares with it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An instance whose calls are jobs of an engine, because another model owns its device: chats, or another encoder."""
+"""An instance whose calls are jobs of an engine, because a chat model or another encoder owns its device."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ UNLIMITED = 1 << 62
 class EngineInstance:
     """An instance on the device of an engine. The scheduler of the engine decides when each call of a batch runs.
 
-    The thread of the pool hands a batch to a ``JobDriver`` and waits for it. It learns how long that took with all that ran
-    between the calls, so the queue predicts later batches, and moves texts to other devices, as the engine is used.
+    The thread of the pool passes a batch to a ``JobDriver`` and waits for it. It measures the duration, including other work
+    between the calls. The queue uses it to predict later batches, and moves texts to other devices while the engine is busy.
     """
 
     def __init__(self, name: str, runner: EncoderRunner, info: EncoderInfo, host: JobHost) -> None:
@@ -76,7 +76,7 @@ class EngineInstance:
             self.device_seconds += request.device_seconds
 
     def interrupt(self) -> bool:
-        """Give up what waits for the engine; its thread gets a ``DeviceError``. Return False if nothing waits."""
+        """Cancel the batch that waits for the engine; its thread gets a ``DeviceError``. Return False if none waits."""
         request = self._request
         return request is not None and request.future.cancel()
 
@@ -92,5 +92,5 @@ class EngineInstance:
             raise as_ours(error) from error
 
     def close(self) -> None:
-        """Remove the calls from the engine, which goes on, and drop the programs."""
+        """Remove the calls from the engine, which keeps running, and drop the programs."""
         self._host.remove_jobs(self._driver)

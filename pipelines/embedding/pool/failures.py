@@ -1,4 +1,4 @@
-"""The devices of a pool: their batches, the costs that follow them, and what happens to their texts if a device fails."""
+"""The devices of a pool: their batches, their measured costs, and the handling of their texts if a device fails."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class DevicePool:
     def has_work(self, device: PoolDevice) -> bool:
         """Return whether the device could begin a batch.
 
-        One that failed takes no bulk texts of others: it would take back what it left to them.
+        A failed device takes no bulk texts from other devices, because it would take back its own texts.
         """
         return self.queue.has_work(device.number) and (device.queue.num_waiting > 0 or not device.num_failures)
 
@@ -146,7 +146,7 @@ class DevicePool:
     def fail(
         self, device: PoolDevice, batch: DeviceBatch, part: Sequence[QueuedText], error: Exception, now: float
     ) -> list[RequestEnding]:
-        """Take a device out of use until it recovers, after it failed with a part of its batch."""
+        """Stop using a device until it recovers, after it failed with a part of its batch."""
         device.is_recovering = True
         device.is_lost = device.is_lost or isinstance(error, WorkerLostError)
         if device.call != batch.call:
@@ -157,7 +157,7 @@ class DevicePool:
         return list(self._take_out(device, Health.RECOVERING, error, now))
 
     def hangs(self, device: PoolDevice, now: float) -> list[RequestEnding]:
-        """Take a device of this process out of use whose call does not return. If it does later, the device is used again."""
+        """Stop using a device of this process whose call does not return. If the call returns later, use the device again."""
         error = DeviceError(f"{device.instance.name} has not answered for {self._hang_seconds:g} s")
         for text in cast("tuple[QueuedText, ...]", device.queue.running):
             text.num_failures += 1
@@ -212,9 +212,10 @@ class DevicePool:
                 yield from self._move_late(text, moved, error, now)
 
     def _move_late(self, text: QueuedText, moved: Moved, error: Exception, now: float) -> Iterator[RequestEnding]:
-        """Place a text that no device can embed in time any more without a limit, or answer busy.
+        """Place a text that no device can embed in time without a limit, or refuse it with ``BusyError``.
 
-        A worker process loses nothing: its texts run late. What a dead device leaves is answered busy, if another one works.
+        The texts of a worker process are not lost: they run late. If another device works, the texts of a dead device are
+        refused.
         """
         assert isinstance(moved.place, Busy)
         if any(device.is_alive for device in self.queue.devices) and not isinstance(error, WorkerLostError):

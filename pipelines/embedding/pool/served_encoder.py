@@ -1,4 +1,4 @@
-"""Serves an encoder: on one device behind a queue, in an engine of its own or a shared one, or on several behind a pool."""
+"""Serves an encoder on one device behind a queue, in its own or a shared engine, or on several devices behind a pool."""
 
 from __future__ import annotations
 

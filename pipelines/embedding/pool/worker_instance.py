@@ -1,4 +1,4 @@
-"""An instance in a worker process: the parent's side, which starts it, sends texts to it, and starts it again if it ends."""
+"""The parent's side of an instance in a worker process: starts the process, sends texts to it, and restarts it if it ends."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def worker_command() -> list[str]:
 
 
 class WorkerInstance:
-    """An encoder in a process of its own. Its constructor returns at once; ``wait_ready`` waits until the model is loaded.
+    """An encoder in a separate process. The constructor returns immediately; ``wait_ready`` waits until the model is loaded.
 
     ``command`` starts the process; tests give another one.
     """
@@ -131,7 +131,7 @@ class WorkerInstance:
         return True
 
     def recover(self) -> None:
-        """Start the process again if it ended; one that goes on is asked for a text of one token.
+        """Restart the process if it ended; otherwise test it with a text of one token.
 
         Raises:
             StaticLLMError: it cannot load the model any more, or the device fails.

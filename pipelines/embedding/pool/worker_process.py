@@ -1,7 +1,7 @@
-"""A worker process: one instance of an encoder, with its threads bound to its own cores before OpenVINO is loaded.
+"""A worker process: one instance of an encoder, with threads pinned to its cores before OpenVINO is loaded.
 
-It reads messages from its standard input and writes the answers to its standard output, whose place stderr takes for everything
-that others print. It ends when its standard input does, also in the middle of a call: its parent has closed it, or is gone.
+The process reads messages from standard input and writes the answers to standard output; all other output goes to standard
+error. It exits when its standard input closes, even in the middle of a call, because its parent closed it or exited.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The policy ``dynamic`` co-locates prefill and decode by measured costs.
 
-The idea is FlexNPU's (sections 3.3 and 3.4: measured phases share one device without a fixed split). Our copy of that paper ends
-section 3.4 after its first paragraph, before any rule, so every rule here is an inference or our own.
+The idea comes from FlexNPU (sections 3.3 and 3.4: measured phases share one device without a fixed split). Our copy of that
+paper ends section 3.4 after its first paragraph, before any rule, so every rule here is an inference or our own.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Candidates:
         return calls
 
     def soon_enough(self, calls: list[CandidateCall]) -> list[CandidateCall]:
-        """Return the calls that, repeated, finish all prompts before the batching delay ends, or about as fast as any does.
+        """Return the calls that, if repeated, finish all prompts before the batching delay ends, or almost as fast as possible.
 
         A few prompt tokens in every decode step have the best rate, but would delay the first token without limit.
         """
@@ -217,7 +217,7 @@ class Dynamic:
         self._slices = TimeSlices()
 
     def plan(self, view: View) -> Plan:
-        """Return the call that uses the device best now: a decode step, prompts, or both."""
+        """Return the best call for the device now: a decode step, prompts, or both."""
         backlog = self._startable(view)
         decode = self._decode(view)
         if decode is None:

@@ -21,7 +21,7 @@ class TensorSender:
         self._lock = lock
 
     def grow(self, wanted: int) -> None:
-        """Create a block of at least ``wanted`` bytes in place of the current one. Raises ``BusyError`` and ``OSError``."""
+        """Replace the current block by one of at least ``wanted`` bytes. Raises ``BusyError`` and ``OSError``."""
         old = self._channel.block_bytes
         new = block_size(wanted)
         self._session.count_block(new - old)

@@ -1,4 +1,4 @@
-"""One client of the daemon: the objects that it has, by handles that mean nothing to others, and what it used."""
+"""One client of the daemon: its objects, by handles that are valid only for this client, and its usage."""
 
 from __future__ import annotations
 
@@ -144,9 +144,10 @@ class Session:
                 model.claim(self.token, asked)
 
     def set_priority(self, priority: int) -> None:
-        """Change the priority of the client's calls, also of those that wait or run in an engine.
+        """Change the priority of the client's calls, including calls that wait or run in an engine.
 
-        A step that an engine waits for keeps a higher priority until it has run: it may be that of another client.
+        A step that an engine waits for keeps a higher priority until it has run, because the priority may come from another
+        client.
         """
         self.priority = priority
         with self._lock:
@@ -163,7 +164,7 @@ class Session:
                 self._followers[key] = on_priority
 
     def release(self, handle: int) -> None:
-        """Give a model back; an unknown handle is ignored."""
+        """Release a model; an unknown handle is ignored."""
         with self._lock:
             held = self._models.pop(handle, None)
             claiming = self._claiming.pop(handle, None)
@@ -208,7 +209,7 @@ class Session:
             self._block_bytes += change
 
     def close(self) -> None:
-        """Give everything back. A second call does nothing."""
+        """Release everything. A second call does nothing."""
         with self._lock:
             self._is_closed = True
             held = list(self._models.values())
@@ -221,7 +222,7 @@ class Session:
         self._devices.forget(self.client)
 
     def describe(self) -> dict[str, object]:
-        """Return what ``staticllm daemon top`` shows of the client, as JSON types."""
+        """Return the client's figures for ``staticllm daemon top``, as JSON types."""
         with self._lock:
             models = [held.model.id for held in self._models.values()]
         since = time.time() - (time.monotonic() - self._started)  # the clock may have been set meanwhile

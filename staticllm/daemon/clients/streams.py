@@ -1,4 +1,4 @@
-"""Sends the tokens of a client's requests over its connection, on a thread of its own, so that no engine waits for a client."""
+"""Sends the tokens of a client's requests over its connection, on a separate thread, so that no engine waits for a client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Serves a model as it is: each infer request of a client is one of OpenVINO's own, and its calls take turns on the device.
+"""Serves an unchanged model: each infer request of a client is an OpenVINO infer request, and calls take turns on the device.
 
 Models without states are stateless calls. A model with states keeps them in the client's own infer request.
 """
@@ -25,7 +25,7 @@ MICROSECOND = timedelta(microseconds=1)
 
 
 class PlainModel:
-    """A model that OpenVINO compiled as it is; the clients share its weights."""
+    """A model that OpenVINO compiled unchanged; the clients share its weights."""
 
     def __init__(self, id: int, compiled: ov.CompiledModel, device: str, devices: Devices, num_bytes: int) -> None:
         """Take the compiled model, the device that was asked for, and the bytes of the weights that each call reads."""
@@ -55,7 +55,7 @@ class PlainModel:
 
 
 class PlainRequest:
-    """An infer request of one client: an ``InferRequest`` on a model as it is."""
+    """An infer request of one client: an ``InferRequest`` on an unchanged model."""
 
     def __init__(self, model: PlainModel, request: ov.InferRequest, client: ClientId) -> None:
         self._model = model
@@ -98,7 +98,7 @@ class PlainRequest:
         self._inputs[index] = tensor.data
 
     def set_priority(self, priority: int) -> None:
-        """Change the priority of a call that begins; ``Devices.set_priority`` changes that of one that waits."""
+        """Change the priority of later calls; ``Devices.set_priority`` changes the priority of waiting calls."""
         self._priority = priority
 
     def reset(self) -> None:
@@ -156,7 +156,7 @@ class PlainRequest:
         ]  # fmt: skip
 
     def cancel(self) -> None:
-        """Do nothing: a call is one device call, which cannot be ended."""
+        """Do nothing: a call is one device call, which cannot be interrupted."""
 
     def close(self) -> None:
         del self._request

@@ -24,7 +24,7 @@ from staticllm.pipelines.speech.speech_model import SpeechModel, forget, load_sp
 
 
 class SpeechService(LanguageModel):
-    """A speech model whose decoder an engine of the daemon serves; windows are heard as jobs of that engine."""
+    """A speech model whose decoder runs in an engine of the daemon; the encoder's windows are jobs of that engine."""
 
     def __init__(self, id: int, model: SpeechModel, devices: Devices, num_bytes: int = 0) -> None:
         assert isinstance(model.launched, Launched), "it was loaded in this process"
@@ -45,7 +45,7 @@ class SpeechService(LanguageModel):
 
     @property
     def num_sources(self) -> int:
-        """The sources that one client may have: all but one, so that there is a place for others."""
+        """The number of sources that one client may have: all but one, so that other clients have a place."""
         sources = self.launched.config.sources
         assert sources is not None, "load_speech sets them"
         return max(1, sources.num_sources - 1)

@@ -31,9 +31,9 @@ OTHER_PROTOCOL = re.compile(r"speaks protocol \d+, the daemon (\d+):")
 
 
 def serve(folder: Path, limits: DaemonLimits | None = None, worker_of: int | None = None) -> None:
-    """Be the daemon of a runtime folder until it is stopped, or idle for long. Log into ``daemon.log``.
+    """Run the daemon of a runtime folder until it is stopped or idle for too long. Logs to ``daemon.log``.
 
-    ``worker_of``: the process that this daemon works for alone, and with which it ends.
+    ``worker_of``: the only process that this daemon serves; the daemon ends with it.
 
     Raises:
         StaticLLMError: another daemon serves this folder.
@@ -86,7 +86,7 @@ def start(folder: Path, idle_seconds: float | None = None) -> int:
 def stop(folder: Path) -> int | None:
     """End the daemon of a folder, and return its process id when it has ended; None if there is none.
 
-    One of another version is addressed in its own protocol: ``STATS`` and ``STOP`` are the same in all of them.
+    A daemon of another version is addressed in its own protocol: ``STATS`` and ``STOP`` are the same in all versions.
 
     Raises:
         StaticLLMError: it has not ended after ``STOP_SECONDS``.

@@ -1,1 +1,1 @@
-"""Devices that several programs use: which call runs next, and what each client used."""
+"""Devices that several programs share: the order of calls, and the usage of each client."""

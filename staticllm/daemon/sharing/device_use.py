@@ -14,8 +14,9 @@ from staticllm.pipelines.scheduling.request_table import Limits
 class DeviceUse(SoleUse):
     """One engine among the users of a device. Runs on the engine's thread.
 
-    The engine asks with the highest priority of its requests. After each step the clients pay for their rows, and the engine
-    says by when it needs the device for the next token, which its own prompts delay by no more than ``token_bound`` either.
+    The engine requests the device with the highest priority of its requests. After each step the clients pay for their rows,
+    and the engine announces when it needs the device for the next token. Its own prompts also delay that token by at most
+    ``token_bound``.
 
     Args:
         scheduler: That of the device.
