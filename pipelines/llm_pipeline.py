@@ -29,8 +29,8 @@ from .engine.client import EngineClient
 from .engine.engine import Engine
 from .engine.overflow import OverflowRule
 from .engine.request import OutputQueue
-from .launch.arguments import named_in_memory, positional, resolve_candidates, source_of
-from .launch.draft_source import take_draft_source, use_draft
+from .launch.arguments import model_path_of, named_in_memory, positional, resolve_candidates
+from .launch.draft_origin import take_draft_origin, use_draft
 from .launch.engine import Launched, launch
 from .launch.text_reader import TextReader
 from .loading.weights_watch import watch_of
@@ -99,22 +99,22 @@ class StaticLLMPipeline:
         start = time.perf_counter()
         check_receiver(on_progress)
         check_home(daemon)
-        given, draft = take_draft_source(positional(args, device, config, tokenizer), properties)
+        given, draft = take_draft_origin(positional(args, device, config, tokenizer), properties)
         given = named_in_memory(given, properties)
         candidates = resolve_candidates(given.device, given.config, properties)
         policy = make_policy(candidates[0].config.scheduler if scheduler is None else scheduler)
         if daemon:
             check_sendable(scheduler)
         progress = LoadProgress(on_progress, num_loads=1 if draft is None or daemon else 2)
-        source, candidates = source_of(models_path, given, candidates, progress)
-        self._source = weakref.finalize(self, forget_in_memory, source)
-        with TextReader(source, given, progress) as reader:
+        model_path, candidates = model_path_of(models_path, given, candidates, progress)
+        self._forget_model = weakref.finalize(self, forget_in_memory, model_path)
+        with TextReader(model_path, given, progress) as reader:
             self._launched: Launched | RemoteLaunched
             if daemon:
                 start_engine = self._launch_in_daemon(daemon, draft, has_own_tokenizer=given.tokenizer is not None)
-                self._launched = start_engine(source, candidates, policy, reader.on_progress)
+                self._launched = start_engine(model_path, candidates, policy, reader.on_progress)
             else:
-                self._launched = self._launch(source, candidates, policy, reader.on_progress, reader.engine_text)
+                self._launched = self._launch(model_path, candidates, policy, reader.on_progress, reader.engine_text)
             text = reader.files()
             use_draft(None if daemon else draft, self._launched, text.tokenizer, reader.on_progress)
             progress.finish()
@@ -127,8 +127,8 @@ class StaticLLMPipeline:
             tools, text.generation_config, candidates[0].config.adapters, text.file_options, draft is not None
         )
         self._chat = ChatSession(tools)
-        self._snapshots = ModelSnapshots(source, self._launched, self._input_processor)
-        self._watch = watch_of(source, self.config, self._launched.has_mapped_weights)
+        self._snapshots = ModelSnapshots(model_path, self._launched, self._input_processor)
+        self._watch = watch_of(model_path, self.config, self._launched.has_mapped_weights)
         self._load_ms = (time.perf_counter() - start) * 1e3
 
     @property
@@ -356,7 +356,7 @@ class StaticLLMPipeline:
         these by renaming, as ``staticllm export`` does, rather than by writing into them.
         """
         _close(self._launched, self._stop_checker, self._tools, drain)
-        self._source()
+        self._forget_model()
 
     @property
     def is_complete(self) -> bool:

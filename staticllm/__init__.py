@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from staticllm.pipelines.embedding.embedding_config import EmbeddingConfig, RerankConfig
     from staticllm.pipelines.generation.genai_adapters import Adapter, AdapterConfig
     from staticllm.pipelines.generation.logits_processors import LogitsProcessor
-    from staticllm.pipelines.launch.draft_source import draft_model
+    from staticllm.pipelines.launch.draft_origin import draft_model
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
     from staticllm.pipelines.profiling.stats import Stats
     from staticllm.pipelines.profiling.trace import Trace
@@ -135,7 +135,7 @@ _LAZY = {
     "PerfMetrics": "metrics",
     "demo_model_path": "model_dir",
     **dict.fromkeys(("AssistantMessage", "DecodedResults", "EncodedResults", "GeneratedText", "ToolCall"), "results"),
-    "draft_model": "pipelines.launch.draft_source",
+    "draft_model": "pipelines.launch.draft_origin",
     **dict.fromkeys(("Adapter", "AdapterConfig"), "pipelines.generation.genai_adapters"),
     "GenerationHandle": "pipelines.text.handle",
     "LogitsProcessor": "pipelines.generation.logits_processors",

@@ -19,7 +19,7 @@ from staticllm.system.long_calls import attended, told
 from staticllm.wire.messages import Kind, Message
 
 from ..launch.arguments import Candidate
-from ..launch.draft_source import DraftSource
+from ..launch.draft_origin import DraftOrigin
 from ..launch.genai_properties import plain_properties
 from ..scheduling.interface import Policy
 from .daemon_link import DaemonLink
@@ -77,7 +77,7 @@ def check_home(daemon: object) -> None:
 
 def remote_launcher(
     daemon: bool | DaemonHome,
-    draft: DraftSource | None = None,
+    draft: DraftOrigin | None = None,
     has_own_tokenizer: bool = False,
     speech: RemoteSpeech | None = None,
 ) -> Launch:
@@ -100,7 +100,7 @@ def remote_launcher(
 
 def _launch(
     home: DaemonHome,
-    draft: DraftSource | None,
+    draft: DraftOrigin | None,
     has_own_tokenizer: bool,
     speech: RemoteSpeech | None,
     directory: Path,
@@ -145,7 +145,7 @@ class _RemoteModel:
         directory: Path,
         candidates: Sequence[Candidate],
         home: DaemonHome,
-        draft: DraftSource | None,
+        draft: DraftOrigin | None,
         speech: RemoteSpeech | None,
     ) -> None:
         self._home = home
@@ -236,7 +236,7 @@ def _plain_adapters(adapters: AdapterSet | None) -> dict[str, Any] | None:
     return {"members": members, "is_fused": adapters.is_fused}
 
 
-def _plain_draft(draft: DraftSource | None) -> dict[str, Any] | None:
+def _plain_draft(draft: DraftOrigin | None) -> dict[str, Any] | None:
     """Return the fields of a draft model as JSON types.
 
     Raises:

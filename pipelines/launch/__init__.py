@@ -1,4 +1,4 @@
 """From what a user passes to an engine that serves."""
 
-__all__ = ["arguments", "draft_source", "engine", "genai_properties"]
+__all__ = ["arguments", "draft_origin", "engine", "genai_properties"]
 """The modules that other rooms may use."""

@@ -103,7 +103,7 @@ def named_in_memory(given: Given, properties: dict[str, Any]) -> Given:
     return replace(given, weights=weights, generation_config=config)
 
 
-def source_of(
+def model_path_of(
     models_path: Any, given: Given, candidates: list[Candidate], on_progress: OnProgress = lambda event: None
 ) -> tuple[Path, list[Candidate]]:
     """Return the checked model directory, or a name that stands for the model in memory, and the candidates for it.

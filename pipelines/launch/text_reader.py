@@ -52,8 +52,8 @@ class TextReader:
     the first program. Before ``ready`` is reported, reading has ended; if it failed, its error aborts the loading.
     """
 
-    def __init__(self, source: Path, given: Given, on_progress: OnProgress | None) -> None:
-        self._source = source
+    def __init__(self, model_path: Path, given: Given, on_progress: OnProgress | None) -> None:
+        self._model_path = model_path
         self._given: Given | None = given  # None after the block, which background work outlives with ``on_progress``
         self._on_progress = on_progress
         self._files: TextFiles | None = None
@@ -100,11 +100,11 @@ class TextReader:
             given = self._given
             assert given is not None, "read after the block"
             with unless(lambda: self._is_over):
-                tokenizer = given.tokenizer or attended(partial(read_tokenizer, self._source))
+                tokenizer = given.tokenizer or attended(partial(read_tokenizer, self._model_path))
             own = given.generation_config
-            read = read_generation_config(self._source, tokenizer) if own is None else ReadConfig(own)
-            joins = given.tokenizer is None and joins_tokens(self._source)
-            tool_template = read_tool_template(self._source) if given.tokenizer is None else ""
+            read = read_generation_config(self._model_path, tokenizer) if own is None else ReadConfig(own)
+            joins = given.tokenizer is None and joins_tokens(self._model_path)
+            tool_template = read_tool_template(self._model_path) if given.tokenizer is None else ""
             tools = TokenizerTools(tokenizer, joins, tool_template, CHAT_TEMPLATES)
             self._files = TextFiles(tokenizer, tools, read.config, read.file)
         except BaseException as error:  # raised again by ``files``

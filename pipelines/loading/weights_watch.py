@@ -59,7 +59,7 @@ class WeightsWatch:
         return digest.digest()
 
 
-def watch_of(source: Path, config: StaticLLMConfig, is_mapped: bool) -> WeightsWatch | None:
+def watch_of(model_path: Path, config: StaticLLMConfig, is_mapped: bool) -> WeightsWatch | None:
     """Watch the weights of a model if they are mapped from a file; None if they are in memory, encrypted, or in the blobs."""
-    is_plain = model_in_memory(source) is None and config.weights_decryption_callback is None
-    return WeightsWatch(weights_of(source, config.weights_path)) if is_plain and is_mapped else None
+    is_plain = model_in_memory(model_path) is None and config.weights_decryption_callback is None
+    return WeightsWatch(weights_of(model_path, config.weights_path)) if is_plain and is_mapped else None

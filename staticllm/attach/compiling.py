@@ -14,7 +14,7 @@ from typing import Any
 from openvino._ov_api import Core, Model
 
 from .client import Client, DaemonGoneError, UnavailableError
-from .model_source import NativeSource, source_of
+from .model_origin import NativeOrigin, native_origin_of
 from .placeholder import PortError, check_ports, compile_placeholder
 from .proxies import AttachedCompiledModel
 from .remote_model import RemoteModel, say_once
@@ -125,7 +125,7 @@ def compile_attached(
             raise NativeError("weights in memory beside a model file")
         read = _read(core, model)
         check_model(read)
-        source = source_of(read, device, plain, client.settings.is_exact)
+        origin = native_origin_of(read, device, plain, client.settings.is_exact)
     except NativeError as error:
         _refuse(client, str(error), error.is_silent)
         return None
@@ -133,23 +133,23 @@ def compile_attached(
         lines = str(error).strip().splitlines() or [type(error).__name__]
         _refuse(client, lines[-1], False)
         return None
-    return _take(client, native, core, read, source)
+    return _take(client, native, core, read, origin)
 
 
-def _take(client: Client, native: Native, core: Any, model: Any, source: NativeSource) -> AttachedCompiledModel | None:
+def _take(client: Client, native: Native, core: Any, model: Any, origin: NativeOrigin) -> AttachedCompiledModel | None:
     names = [frozenset(port.get_names()) for port in model.inputs]
     try:
         placeholder = compile_placeholder(model)
-        device = source.device
-        config = dict(source.config)
-        files = (str(source.xml), str(source.weights))
-        request = RemoteModel(client, source, names, lambda: _compile_files(native, core, files, device, config))
+        device = origin.device
+        config = dict(origin.config)
+        files = (str(origin.xml), str(origin.weights))
+        request = RemoteModel(client, origin, names, lambda: _compile_files(native, core, files, device, config))
     except (UnavailableError, DaemonGoneError, RuntimeError, ValueError) as error:
-        source.close()
+        origin.close()
         _refuse(client, str(error), False)
         return None
     except BaseException:
-        source.close()
+        origin.close()
         raise
     return AttachedCompiledModel(placeholder, request)
 

@@ -88,7 +88,7 @@ def _patch_core(core: Any, client: Any) -> None:
         return compile_native(self, model, device_name, config, weights=weights)
 
     def read_model(self: Any, model: Any, weights: Any = None, config: Any = None) -> Any:
-        from .model_source import maps_weights, origin_of
+        from .model_origin import maps_weights, origin_of
 
         read = read_native(self, model, weights, config)
         origin = origin_of(read, model, weights, maps_weights(self, config or {}))

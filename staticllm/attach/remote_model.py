@@ -20,7 +20,7 @@ from ..wire.tensors import Array
 from .call_log import CallLog, StateChange
 from .client import Client, DaemonGoneError, RefusedError, UnavailableError, checked
 from .infer_requests import CallOutputs, DaemonRequest, NativeRequest, Place
-from .model_source import NativeSource
+from .model_origin import NativeOrigin
 
 Result = TypeVar("Result")
 MAX_TRIES = 4
@@ -40,7 +40,7 @@ class RemoteModel:
 
     Args:
         client: The program's connection.
-        source: The model's files, device and properties.
+        origin: The model's files, device and properties.
         input_names: The names of each input.
         compile_native: Compiles the model in the program; called only if the daemon cannot serve any more.
     """
@@ -48,13 +48,13 @@ class RemoteModel:
     def __init__(
         self,
         client: Client,
-        source: NativeSource,
+        origin: NativeOrigin,
         input_names: Sequence[frozenset[str]],
         compile_native: Callable[[], Any],
     ) -> None:
         self.input_names = input_names
         self._client = client
-        self._source = source
+        self._origin = origin
         self._compile_native = compile_native
         self.renew()
         renew_in_children(self)
@@ -95,7 +95,7 @@ class RemoteModel:
         """Return an infer request that runs natively in the program. Raises ``UnavailableError``."""
         if self._client.settings.mode == "require":
             raise UnavailableError(f"{reason} (STATICLLM_ATTACH=require)")
-        say_once(f"{reason}: the model {self._source.name} goes on natively in this program")
+        say_once(f"{reason}: the model {self._origin.name} goes on natively in this program")
         return NativeRequest(self.native().create_infer_request())
 
     def native(self) -> Any:
@@ -127,7 +127,7 @@ class RemoteModel:
         if self._epoch:
             self._client.release(self._handle, self._epoch)
             self._epoch = 0
-        self._source.close()
+        self._origin.close()
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):  # the interpreter may be ending
@@ -141,7 +141,7 @@ class RemoteModel:
         return checked(self._client.call(Message(kind, handle, body=body)))
 
     def _hold(self) -> None:
-        answer, epoch = self._client.compile(Message(Kind.MODEL, body=self._source.describe()))
+        answer, epoch = self._client.compile(Message(Kind.MODEL, body=self._origin.describe()))
         self._handle = int(answer.body["model"])
         self._epoch = epoch
         self.mode = str(answer.body.get("mode", "plain"))

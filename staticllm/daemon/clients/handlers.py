@@ -18,7 +18,7 @@ from staticllm.daemon.clients.session import Session
 from staticllm.daemon.clients.sources import SourceHandlers
 from staticllm.daemon.clients.streams import OutputStream, SourceNumbers
 from staticllm.daemon.infer_request import Array, InferRequest
-from staticllm.daemon.models.sources import directory_source_of, source_of
+from staticllm.daemon.models.client_models import directory_origin_of, origin_of
 from staticllm.daemon.sharing.devices import Timeline
 from staticllm.errors import BusyError, ConfigError, as_ours
 from staticllm.wire.channel import Channel
@@ -51,7 +51,7 @@ class ModelHandlers:
     def _hold(self, message: Message) -> Message:
         is_language = "directory" in message.body
         try:
-            handle, model = self._session.hold(directory_source_of(message) if is_language else source_of(message))
+            handle, model = self._session.hold(directory_origin_of(message) if is_language else origin_of(message))
         except (ProtocolError, BusyError):
             raise
         except Exception as error:

@@ -68,7 +68,7 @@ class Session:
         self._is_closed = False
         self._followers: dict[object, Callable[[int], None]] = {}  # by the object that they belong to
 
-    def hold(self, source: WantedModel) -> tuple[int, SharedModel]:
+    def hold(self, origin: WantedModel) -> tuple[int, SharedModel]:
         """Compile a model, or share one that is compiled, and return its handle and the model. Raises ``BusyError``."""
         with self._lock:
             num_models = len(self._models) + self._num_compiling
@@ -76,7 +76,7 @@ class Session:
                 raise BusyError(f"this program has {num_models} models, the limit is {self._limits.models}: drop one")
             self._num_compiling += 1
         try:
-            key, model = self._table.acquire(source)
+            key, model = self._table.acquire(origin)
         except BaseException:
             with self._lock:
                 self._num_compiling -= 1

@@ -12,7 +12,7 @@ import openvino_genai as genai
 
 from staticllm.core import OnProgress
 from staticllm.daemon.bodies import Claim, Snapshot
-from staticllm.daemon.models.sources import LanguageSource
+from staticllm.daemon.models.client_models import LanguageOrigin
 from staticllm.daemon.sharing.device_scheduler import EngineId
 from staticllm.daemon.sharing.device_use import DeviceUse
 from staticllm.daemon.sharing.devices import Devices
@@ -23,7 +23,7 @@ from staticllm.pipelines.engine.request import EngineRequest, EngineText
 from staticllm.pipelines.grammars.compiler import GrammarCompiler
 from staticllm.pipelines.grammars.vocabulary import read_vocabulary
 from staticllm.pipelines.launch.arguments import read_tokenizer
-from staticllm.pipelines.launch.draft_source import use_draft
+from staticllm.pipelines.launch.draft_origin import use_draft
 from staticllm.pipelines.launch.engine import Launched, launch
 from staticllm.pipelines.scheduling.interface import SHARED_BOUND
 from staticllm.pipelines.scheduling.planner import make_policy
@@ -125,20 +125,20 @@ class LanguageModel:
 
 
 def compile_language_model(
-    source: LanguageSource, id: int, devices: Devices, on_progress: OnProgress = lambda event: None
+    origin: LanguageOrigin, id: int, devices: Devices, on_progress: OnProgress = lambda event: None
 ) -> LanguageModel:
     """Load a language model on the first of its devices that can run it, with its draft model, and start its engine.
 
     Raises:
         ModelError, UnsupportedModelError, ConfigError, AdapterError, BlobError, DeviceError: as for ``StaticLLMPipeline``.
     """
-    candidates = source.loadable()
+    candidates = origin.loadable()
     policy = make_policy(candidates[0].config.scheduler)
-    tokenizer = LazyTokenizer(source.directory)
-    launched = launch(source.directory, candidates, policy, on_progress, tokenizer.engine_text, SHARED_BOUND)
-    if source.draft is not None:
-        use_draft(source.draft, launched, tokenizer.read(), on_progress)
-    return LanguageModel(id, launched, devices, source.num_bytes)
+    tokenizer = LazyTokenizer(origin.directory)
+    launched = launch(origin.directory, candidates, policy, on_progress, tokenizer.engine_text, SHARED_BOUND)
+    if origin.draft is not None:
+        use_draft(origin.draft, launched, tokenizer.read(), on_progress)
+    return LanguageModel(id, launched, devices, origin.num_bytes)
 
 
 class LazyTokenizer:

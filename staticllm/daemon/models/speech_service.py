@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from staticllm.core import OnProgress
 from staticllm.daemon.bodies import Claim, Snapshot
+from staticllm.daemon.models.client_models import SpeechOrigin
 from staticllm.daemon.models.language_model import LanguageModel
-from staticllm.daemon.models.sources import SpeechSource
 from staticllm.daemon.sharing.devices import Devices
 from staticllm.errors import ConfigError, PromptError
 from staticllm.pipelines.engine.source_jobs import AlignmentJobs, SourceJobs
@@ -103,15 +103,15 @@ class SpeechService(LanguageModel):
 
 
 def compile_speech_model(
-    source: SpeechSource, id: int, devices: Devices, on_progress: OnProgress = lambda event: None
+    origin: SpeechOrigin, id: int, devices: Devices, on_progress: OnProgress = lambda event: None
 ) -> SpeechService:
     """Load a speech model on the first of its devices that can run it, and start the engine of its decoder.
 
     Raises as ``StaticWhisperPipeline``.
     """
-    policy = make_policy(source.candidates[0].config.scheduler)
-    files = speech_files(source.directory)
+    policy = make_policy(origin.candidates[0].config.scheduler)
+    files = speech_files(origin.directory)
     model = load_speech(
-        files, source.candidates, source.num_windows, source.heads, policy, on_progress, shared_bound=SHARED_BOUND
+        files, origin.candidates, origin.num_windows, origin.heads, policy, on_progress, shared_bound=SHARED_BOUND
     )
-    return SpeechService(id, model, devices, source.num_bytes)
+    return SpeechService(id, model, devices, origin.num_bytes)

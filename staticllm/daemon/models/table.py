@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class WantedModel(Protocol):
-    """What a client wants compiled: ``ModelSource`` or ``LanguageSource``."""
+    """What a client wants compiled: ``ModelOrigin`` or ``LanguageOrigin``."""
 
     @property
     def xml(self) -> Path: ...
@@ -31,7 +31,7 @@ class WantedModel(Protocol):
     def num_bytes(self) -> int: ...
 
     def identity(self) -> tuple[object, ...]:
-        """Return a value that is equal for two sources of which one compiled model serves both."""
+        """Return a value that is equal for two origins of which one compiled model serves both."""
         ...
 
 
@@ -58,9 +58,9 @@ class SharedModel(Protocol):
 class ModelSlot:
     """A model in the table, and how many clients hold it."""
 
-    def __init__(self, source: WantedModel) -> None:
-        self.source = source
-        self.num_bytes = source.num_bytes
+    def __init__(self, origin: WantedModel) -> None:
+        self.origin = origin
+        self.num_bytes = origin.num_bytes
         self.num_users = 0
         self.free_since = time.monotonic()
         self.compiled: Future[SharedModel] = Future()
@@ -73,7 +73,7 @@ class ModelTable:
     """Compiles models, one at a time, and keeps each while a client holds it and for some minutes after. Any thread may call."""
 
     def __init__(self, compile_model: Compile, limits: DaemonLimits, compiling: threading.Lock | None = None) -> None:
-        """Take what compiles a source, and a lock that is held meanwhile: two compilers at once crash some devices."""
+        """Take what compiles an origin, and a lock that is held meanwhile: two compilers at once crash some devices."""
         self._compile = compile_model
         self._limits = limits
         self._slots: dict[tuple[object, ...], ModelSlot] = {}
@@ -81,20 +81,20 @@ class ModelTable:
         self._compiling = compiling or threading.Lock()
         self._ids = count(1)
 
-    def acquire(self, source: WantedModel) -> tuple[tuple[object, ...], SharedModel]:
-        """Return the key and the compiled model of a source; it stays until ``release`` is called with the key.
+    def acquire(self, origin: WantedModel) -> tuple[tuple[object, ...], SharedModel]:
+        """Return the key and the compiled model of an origin; it stays until ``release`` is called with the key.
 
         Raises:
             BusyError: the weights do not fit beside those of the other models.
             Exception: the compilation failed.
         """
-        key = source.identity()
+        key = origin.identity()
         with self._lock:
             slot = self._slots.get(key)
             is_new = slot is None
             if slot is None:
-                self._make_room(source)
-                slot = ModelSlot(source)
+                self._make_room(origin)
+                slot = ModelSlot(origin)
                 self._slots[key] = slot
             slot.num_users += 1
         if is_new:
@@ -122,11 +122,11 @@ class ModelTable:
             idle = [key for key, slot in self._slots.items() if not slot.num_users and slot.free_since <= moment]
             slots = [self._slots.pop(key) for key in idle]
         for slot in slots:
-            log.info("model %s is dropped: no program holds it", slot.source.xml)
+            log.info("model %s is dropped: no program holds it", slot.origin.xml)
             try:
                 slot.compiled.result().close()
             except Exception:  # the others are released all the same
-                log.exception("model %s was not released", slot.source.xml)
+                log.exception("model %s was not released", slot.origin.xml)
         if slots:
             return_free_memory()
 
@@ -142,18 +142,18 @@ class ModelTable:
         with self._compiling:
             start = time.perf_counter()
             try:
-                model = self._compile(slot.source, next(self._ids))
+                model = self._compile(slot.origin, next(self._ids))
             except BaseException as error:
                 slot.compiled.set_exception(error)
                 return
             seconds = time.perf_counter() - start
-            log.info("model %s on %s: %s, %.1f s", slot.source.xml, slot.source.device, model.mode, seconds)
+            log.info("model %s on %s: %s, %.1f s", slot.origin.xml, slot.origin.device, model.mode, seconds)
             slot.compiled.set_result(model)
 
-    def _make_room(self, source: WantedModel) -> None:
+    def _make_room(self, origin: WantedModel) -> None:
         """Drop idle models, the oldest first, until the weights fit. The caller holds the lock. Raises ``BusyError``."""
         limit = self._limits.model_bytes
-        wanted = source.num_bytes
+        wanted = origin.num_bytes
         idle = [key for key, slot in self._slots.items() if not slot.num_users and slot.compiled.done()]
         idle.sort(key=lambda key: self._slots[key].free_since)
         used = sum(slot.num_bytes for slot in self._slots.values())

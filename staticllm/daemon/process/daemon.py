@@ -22,10 +22,10 @@ from staticllm.daemon.bodies import Hello, Version, read_body
 from staticllm.daemon.clients.connection import Connection, Greeting
 from staticllm.daemon.clients.session import Session
 from staticllm.daemon.limits import DaemonLimits, default_limits
+from staticllm.daemon.models.client_models import LanguageOrigin, ModelOrigin, SpeechOrigin
 from staticllm.daemon.models.compiling import compile_model, read
 from staticllm.daemon.models.language_model import LanguageModel, compile_language_model
 from staticllm.daemon.models.plain import PlainModel
-from staticllm.daemon.models.sources import LanguageSource, ModelSource, SpeechSource
 from staticllm.daemon.models.speech_service import compile_speech_model
 from staticllm.daemon.models.table import Compile, ModelTable, SharedModel
 from staticllm.daemon.packed.model import PackedModel
@@ -165,7 +165,7 @@ class Daemon:
         with self._lock:
             sessions = list(self._sessions.values())
         models = [
-            {"id": model.id, "path": str(slot.source.xml), "device": model.device, "mode": model.mode,
+            {"id": model.id, "path": str(slot.origin.xml), "device": model.device, "mode": model.mode,
              "bytes": slot.num_bytes, "users": slot.num_users}
             for slot, model in self.models.served()
         ]  # fmt: skip
@@ -176,9 +176,9 @@ class Daemon:
             "clients": clients, "memory": psutil.Process().memory_info().rss,
         }  # fmt: skip
 
-    def _compile(self, source: ModelSource | LanguageSource | SpeechSource, id: int) -> SharedModel:
-        """Compile the model of a client, until the daemon stops. Raises as ``compile_source``, and ``ClosedError``."""
-        compile_ours = partial(compile_source, source, id, self.devices, self._note_progress)
+    def _compile(self, origin: ModelOrigin | LanguageOrigin | SpeechOrigin, id: int) -> SharedModel:
+        """Compile the model of a client, until the daemon stops. Raises as ``compile_client_model``, and ``ClosedError``."""
+        compile_ours = partial(compile_client_model, origin, id, self.devices, self._note_progress)
         with unless(self._is_stopping.is_set, "the daemon is stopping"):
             return attended(compile_ours, drop=lambda model: model.close())
 
@@ -299,8 +299,8 @@ class Daemon:
         self.models.close()
 
 
-def compile_source(
-    source: ModelSource | LanguageSource | SpeechSource, id: int, devices: Devices, on_progress: OnProgress
+def compile_client_model(
+    origin: ModelOrigin | LanguageOrigin | SpeechOrigin, id: int, devices: Devices, on_progress: OnProgress
 ) -> LanguageModel | PackedModel | PlainModel:
     """Compile the model of a client, with the number ``id``; only engines report progress.
 
@@ -308,15 +308,15 @@ def compile_source(
         StaticLLMError: it cannot be read, or the device is missing or refuses it.
         RuntimeError: OpenVINO refuses it.
     """
-    if isinstance(source, SpeechSource):
-        return compile_speech_model(source, id, devices, on_progress)
-    if isinstance(source, LanguageSource):
-        return compile_language_model(source, id, devices, on_progress)
-    if source.mode == "auto" and read(source.xml, source.weights).get_variables():
-        packed = PackedModel(source.xml, source.device, dict(source.config), source.weights, id=id, devices=devices)
+    if isinstance(origin, SpeechOrigin):
+        return compile_speech_model(origin, id, devices, on_progress)
+    if isinstance(origin, LanguageOrigin):
+        return compile_language_model(origin, id, devices, on_progress)
+    if origin.mode == "auto" and read(origin.xml, origin.weights).get_variables():
+        packed = PackedModel(origin.xml, origin.device, dict(origin.config), origin.weights, id=id, devices=devices)
         if packed.reason is None:
             return packed
         packed.close()
-    if not is_virtual(source.device):
-        check_device(get_core(), source.device)
-    return PlainModel(id, compile_model(source), source.device, devices, source.num_bytes)
+    if not is_virtual(origin.device):
+        check_device(get_core(), origin.device)
+    return PlainModel(id, compile_model(origin), origin.device, devices, origin.num_bytes)

@@ -13,7 +13,7 @@ from support.models.adapter_models import answer, config_of
 
 import staticllm
 from staticllm import Adapter, AdapterConfig, AdapterError, ConfigError, StaticLLMPipeline, draft_model
-from staticllm.daemon.models.sources import directory_source_of
+from staticllm.daemon.models.client_models import directory_origin_of
 from staticllm.errors import GenerationConfigError, ModelError, PromptError
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.beam_search import BeamParams
@@ -120,12 +120,12 @@ def test_mistakes_get_one_line_and_their_own_class(daemon, llama, model_path, tm
 def test_an_adapter_that_changed_after_the_program_read_it_is_an_error(daemon, llama, tmp_path):
     path = tmp_path / "changed.safetensors"
     path.write_bytes(llama.files()[0].read_bytes())
-    source = directory_source_of(message_of(llama.path, path, adapter_set_of(AdapterConfig(Adapter(path)))))
-    assert source.loadable()[0].config.adapters.adapters[0].path == path
-    assert source.num_bytes > 3 * path.stat().st_size
+    origin = directory_origin_of(message_of(llama.path, path, adapter_set_of(AdapterConfig(Adapter(path)))))
+    assert origin.loadable()[0].config.adapters.adapters[0].path == path
+    assert origin.num_bytes > 3 * path.stat().st_size
     path.write_bytes(llama.files()[1].read_bytes())
     with pytest.raises(AdapterError, match="has changed since the program read it") as caught:
-        source.loadable()
+        origin.loadable()
     one_line(caught)
 
 
@@ -153,9 +153,9 @@ def message_of(directory, path, adapters):
 )  # fmt: skip
 def test_a_client_that_lies_about_adapters_and_drafts_is_refused(body):
     good = {"candidates": [{"device": "CPU", "config": {}}], "directory": "/x"}
-    directory_source_of(Message(Kind.MODEL, body=good))
+    directory_origin_of(Message(Kind.MODEL, body=good))
     with pytest.raises(ProtocolError):
-        directory_source_of(Message(Kind.MODEL, body={**good, **body}))
+        directory_origin_of(Message(Kind.MODEL, body={**good, **body}))
 
 
 def test_a_grammar_of_a_request_there_has_its_times_and_its_limit(daemon):

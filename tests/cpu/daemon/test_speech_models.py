@@ -393,4 +393,4 @@ def test_a_model_that_changed_on_disk_is_another_model(daemon, directory, tmp_pa
         config = json.loads((own / "config.json").read_text())
         (own / "config.json").write_text(json.dumps({**config, "some": 1}))
         with load(own):
-            assert len([slot for slot, _ in daemon.models.served() if slot.source.directory == own]) == 2
+            assert len([slot for slot, _ in daemon.models.served() if slot.origin.directory == own]) == 2

@@ -31,7 +31,7 @@ from staticllm.pipelines.embedding.embedding_config import WITHOUT_EFFECT
 from staticllm.pipelines.embedding.encoder_job import OF_DECODERS, OPTIONS, encoder_config
 from staticllm.pipelines.embedding.pool.pool_plan import POOL_PROPERTIES, take_options
 from staticllm.pipelines.launch.arguments import resolve_candidates
-from staticllm.pipelines.launch.draft_source import DraftSource, take_draft_source
+from staticllm.pipelines.launch.draft_origin import DraftOrigin, take_draft_origin
 from staticllm.properties import DECODER_OPTIONS
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "shared_lowering")
@@ -85,7 +85,7 @@ def test_a_property_of_a_language_model_changes_its_config_or_is_refused(name, r
         from staticllm.pipelines.launch.arguments import positional
 
         given = positional((), None, None, None)
-        assert isinstance(take_draft_source(given, {name: draft_model(demo_model_path())})[1], DraftSource)
+        assert isinstance(take_draft_origin(given, {name: draft_model(demo_model_path())})[1], DraftOrigin)
     else:
         found = resolve_candidates("CPU", None, {name: VALUES[name]})
         assert [each.config for each in found] != [each.config for each in plain]

@@ -17,7 +17,7 @@ from support.models import gguf_files
 import staticllm
 from staticllm import ConfigError, GenerationConfigError, StaticLLMPipeline
 from staticllm.pipelines.engine.speculation.draft_model import DraftModel
-from staticllm.pipelines.launch.draft_source import check_tokenizers
+from staticllm.pipelines.launch.draft_origin import check_tokenizers
 from staticllm.system.long_calls import wait_for_left
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -365,7 +365,7 @@ class Vocabulary:
 )
 def test_tokenizers_are_compared_where_both_have_tokens_in_use(mine, other, wrong, tmp_path, monkeypatch):
     (tmp_path / "openvino_tokenizer.xml").touch()
-    monkeypatch.setattr("staticllm.pipelines.launch.draft_source.read_tokenizer", lambda path: Vocabulary(*other))
+    monkeypatch.setattr("staticllm.pipelines.launch.draft_origin.read_tokenizer", lambda path: Vocabulary(*other))
     if wrong is None:
         check_tokenizers(Vocabulary(*mine), tmp_path)
     else:

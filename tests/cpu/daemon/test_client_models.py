@@ -9,9 +9,9 @@ import time
 import pytest
 
 from staticllm.config import StaticLLMConfig
-from staticllm.daemon.models.sources import LanguageSource, ModelSource, SpeechSource
+from staticllm.daemon.models.client_models import LanguageOrigin, ModelOrigin, SpeechOrigin
 from staticllm.pipelines.launch.arguments import Candidate
-from staticllm.pipelines.launch.draft_source import DraftSource
+from staticllm.pipelines.launch.draft_origin import DraftOrigin
 
 CANDIDATE = Candidate("CPU", StaticLLMConfig(), frozenset())
 STEP = 0.02
@@ -32,15 +32,15 @@ def folder(tmp_path):
 
 def attached(folder):
     model = folder / "model"
-    return ModelSource(model / "openvino_model.xml", model / "openvino_model.bin", "CPU", (), "auto", False)
+    return ModelOrigin(model / "openvino_model.xml", model / "openvino_model.bin", "CPU", (), "auto", False)
 
 
 def drafted(folder):
-    return LanguageSource(folder / "model", (CANDIDATE,), "", draft=DraftSource(folder / "draft", "CPU", {}))
+    return LanguageOrigin(folder / "model", (CANDIDATE,), "", draft=DraftOrigin(folder / "draft", "CPU", {}))
 
 
 def heard(folder):
-    return SpeechSource(folder / "model", (CANDIDATE,), "", 1, ())
+    return SpeechOrigin(folder / "model", (CANDIDATE,), "", 1, ())
 
 
 FILES = {
@@ -52,20 +52,20 @@ FILES = {
 
 @pytest.mark.parametrize("make", FILES)
 def test_another_content_with_the_same_size_and_time_is_another_model(make, folder):
-    source = make(folder)
+    origin = make(folder)
     for name in FILES[make]:
         path = folder / name
-        before = source.identity()
-        assert source.identity() == before
+        before = origin.identity()
+        assert origin.identity() == before
         stat = path.stat()
         time.sleep(STEP)
         path.write_bytes(b"54321")
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-        written = source.identity()
+        written = origin.identity()
         assert written != before
         time.sleep(STEP)
         other = folder / "other"
         other.write_bytes(b"67890")
         os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
         shutil.copy2(other, path)
-        assert source.identity() not in (before, written)
+        assert origin.identity() not in (before, written)

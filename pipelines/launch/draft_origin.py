@@ -32,7 +32,7 @@ MEASURE_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class DraftSource:
+class DraftOrigin:
     """A draft model that a pipeline shall load. ``device`` is "" for the pipeline's own."""
 
     models_path: Path
@@ -40,7 +40,7 @@ class DraftSource:
     properties: Mapping[str, Any] = field(default_factory=dict)
 
 
-def draft_model(models_path: str | os.PathLike[str], device: str = "", **properties: object) -> DraftSource:
+def draft_model(models_path: str | os.PathLike[str], device: str = "", **properties: object) -> DraftOrigin:
     """Return the argument ``draft_model`` of a pipeline: ``StaticLLMPipeline(path, "CPU", draft_model=draft_model(small))``.
 
     Args:
@@ -48,10 +48,10 @@ def draft_model(models_path: str | os.PathLike[str], device: str = "", **propert
         device: The device that runs it; "" for that of the pipeline.
         properties: Properties as for ``StaticLLMPipeline``. Lengths, ``MAX_NUM_SEQS`` and ``KV_SLOTS`` default to the pipeline's.
     """
-    return DraftSource(path_of(models_path), device, properties)
+    return DraftOrigin(path_of(models_path), device, properties)
 
 
-def take_draft_source(given: Given, properties: dict[str, Any]) -> tuple[Given, DraftSource | None]:
+def take_draft_origin(given: Given, properties: dict[str, Any]) -> tuple[Given, DraftOrigin | None]:
     """Remove ``draft_model`` from the arguments and properties of a constructor.
 
     Return the other arguments, and the draft model; None without one.
@@ -59,17 +59,17 @@ def take_draft_source(given: Given, properties: dict[str, Any]) -> tuple[Given, 
     Raises:
         ConfigError: it is an object of another type.
     """
-    source = properties.pop(NAME, None)
+    origin = properties.pop(NAME, None)
     if isinstance(given.config, Mapping) and NAME in given.config:
         others = {name: value for name, value in given.config.items() if name != NAME}
-        source = source or given.config[NAME]
+        origin = origin or given.config[NAME]
         given = replace(given, config=others)
-    if source is None or isinstance(source, DraftSource):
-        return given, source
-    known = next((noted for value, noted in tuple(_KNOWN) if value is source), None)
+    if origin is None or isinstance(origin, DraftOrigin):
+        return given, origin
+    known = next((noted for value, noted in tuple(_KNOWN) if value is origin), None)
     if known is None:
         raise ConfigError(
-            f"draft_model is a {type(source).__name__}, which Python cannot read: import StaticLLMPipeline before "
+            f"draft_model is a {type(origin).__name__}, which Python cannot read: import StaticLLMPipeline before "
             "openvino_genai.draft_model is called, or use staticllm.draft_model(path, device)"
         )
     return given, known
@@ -78,19 +78,19 @@ def take_draft_source(given: Given, properties: dict[str, Any]) -> tuple[Given, 
 def _noting_draft_model(models_path: str | os.PathLike[str], device: str = "", **properties: object) -> object:
     """Call ``openvino_genai.draft_model``, and note its arguments, which its result does not tell."""
     value: object = _native_draft_model(models_path, device, **properties)
-    _KNOWN.append((value, DraftSource(Path(os.fsdecode(models_path)), device, properties)))
+    _KNOWN.append((value, DraftOrigin(Path(os.fsdecode(models_path)), device, properties)))
     return value
 
 
 _native_draft_model = getattr(genai.draft_model, "__wrapped__", genai.draft_model)
-_KNOWN: deque[tuple[object, DraftSource]] = deque(maxlen=8)
+_KNOWN: deque[tuple[object, DraftOrigin]] = deque(maxlen=8)
 """Recent results of ``openvino_genai.draft_model`` with their arguments."""
 update_wrapper(_noting_draft_model, _native_draft_model)
 genai.draft_model = _noting_draft_model
 
 
 def load_draft(
-    source: DraftSource, launched: Launched, tokenizer: genai.Tokenizer, on_progress: OnProgress
+    origin: DraftOrigin, launched: Launched, tokenizer: genai.Tokenizer, on_progress: OnProgress
 ) -> DraftModel:
     """Load a draft model for a model that was launched.
 
@@ -99,10 +99,10 @@ def load_draft(
         ModelError, UnsupportedModelError, DeviceError, BlobError: as for ``launch``.
     """
     main = launched.config
-    name = str(source.models_path)
+    name = str(origin.models_path)
     if launched.loaded.programs.shape.recurrent_states:
         raise ConfigError("draft_model: this model has recurrent states, so that rejected tokens cannot be cut off")
-    properties = dict(source.properties)
+    properties = dict(origin.properties)
     mode = launched.loaded.programs.options.mode
     defaults: dict[str, Any] = {
         "MAX_PROMPT_LEN": main.max_prompt_len,
@@ -112,8 +112,8 @@ def load_draft(
     }
     if not {"KV_SLOTS", "KV_CACHE_GB", "MAX_PROMPT_LEN", "MIN_RESPONSE_LEN"} & set(properties):
         defaults["KV_SLOTS"] = main.num_kv_slots(mode)
-    candidates = resolve_candidates(source.device or launched.device, None, {**defaults, **properties})
-    directory = check_model_dir(source.models_path)
+    candidates = resolve_candidates(origin.device or launched.device, None, {**defaults, **properties})
+    directory = check_model_dir(origin.models_path)
     check_tokenizers(tokenizer, directory)
     loaded = load_first(directory, candidates, on_progress).loaded
     shape = loaded.programs.shape
@@ -149,18 +149,18 @@ def check_tokenizers(tokenizer: genai.Tokenizer, directory: Path) -> None:
 
 
 def use_draft(
-    source: DraftSource | None, launched: object, tokenizer: genai.Tokenizer, on_progress: OnProgress
+    origin: DraftOrigin | None, launched: object, tokenizer: genai.Tokenizer, on_progress: OnProgress
 ) -> None:
     """Load a draft model, if there is one, and let the engine of a launched model use it. If that fails, the engine is closed.
 
     Raises:
         ConfigError, ModelError, UnsupportedModelError, DeviceError, BlobError: as for ``load_draft``.
     """
-    if source is None:
+    if origin is None:
         return
     assert isinstance(launched, Launched), "the daemon loads no draft models"
     try:
-        model = load_draft(source, launched, tokenizer, on_progress)
+        model = load_draft(origin, launched, tokenizer, on_progress)
         core = launched.engine.core
         launched.engine.run_between_steps(lambda: core.device.draft_planner.use_model(model))
     except BaseException:

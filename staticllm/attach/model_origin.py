@@ -41,7 +41,7 @@ class FileOrigin:
 
 
 @dataclass(frozen=True)
-class NativeSource:
+class NativeOrigin:
     """What the daemon is told of a model, and the copy that was written for it."""
 
     xml: Path
@@ -98,19 +98,19 @@ def origin_of(model: Any, path: Any, weights: Any, is_mapped: bool) -> FileOrigi
         return None
 
 
-def source_of(model: Any, device: str, config: dict[str, Any], is_exact: bool) -> NativeSource:
-    """Return the source of a model: its files if it has not been changed since it was read, else a copy.
+def native_origin_of(model: Any, device: str, config: dict[str, Any], is_exact: bool) -> NativeOrigin:
+    """Return the origin of a model: its files if it has not been changed since it was read, else a copy.
 
     Raises:
         OSError: the copy cannot be written.
     """
     origin: FileOrigin | None = getattr(model, "_staticllm_origin", None)
     if origin is not None and origin.is_unchanged() and origin.digest == digest_of(model, origin.is_mapped):
-        return NativeSource(origin.xml, origin.weights, device, config, is_exact, stamps=origin.stamps)
+        return NativeOrigin(origin.xml, origin.weights, device, config, is_exact, stamps=origin.stamps)
     xml = save_copy(model)
-    source = NativeSource(xml, xml.with_suffix(".bin"), device, config, is_exact, is_copy=True)
-    atexit.register(source.close)
-    return source
+    native = NativeOrigin(xml, xml.with_suffix(".bin"), device, config, is_exact, is_copy=True)
+    atexit.register(native.close)
+    return native
 
 
 def digest_of(model: Any, is_mapped: bool) -> str:

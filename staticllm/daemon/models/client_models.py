@@ -19,7 +19,7 @@ from staticllm.errors import AdapterError, ConfigError, ModelError
 from staticllm.model_dir import check_ir, weights_of, weights_size
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.launch.arguments import Candidate
-from staticllm.pipelines.launch.draft_source import DraftSource
+from staticllm.pipelines.launch.draft_origin import DraftOrigin
 from staticllm.pipelines.speech.speech_files import DECODER, DECODER_WITH_PAST, ENCODER
 from staticllm.wire.file_stamp import Stamp, stamp_of
 from staticllm.wire.messages import Message, ProtocolError
@@ -28,7 +28,7 @@ Value = str | int | float | bool
 
 
 @dataclass(frozen=True)
-class ModelSource:
+class ModelOrigin:
     """A model as a client names it: an IR's files, a device, and the properties of its compilation.
 
     ``mode`` is ``auto``, or ``exact`` for the original model without packing. ``is_spool`` means that the client wrote the files
@@ -59,8 +59,8 @@ class ModelSource:
         return (str(path), *stamp_of(path))
 
 
-def source_of(message: Message) -> ModelSource:
-    """Return the checked source that a ``MODEL`` message names.
+def origin_of(message: Message) -> ModelOrigin:
+    """Return the checked origin that a ``MODEL`` message names.
 
     Raises:
         ProtocolError: a field is missing or of a wrong type.
@@ -80,7 +80,7 @@ def source_of(message: Message) -> ModelSource:
         if not isinstance(value, (str, int, float, bool)):
             raise ConfigError(f"{name}={value!r}: the daemon takes properties that are text, a number or a bool")
     config = tuple(sorted(asked.config.items()))
-    return ModelSource(xml, weights, asked.device, config, asked.mode, asked.spool is not None)
+    return ModelOrigin(xml, weights, asked.device, config, asked.mode, asked.spool is not None)
 
 
 def _digest(path: Path) -> str:
@@ -113,7 +113,7 @@ class AdapterFile:
 
 
 @dataclass(frozen=True)
-class LanguageSource:
+class LanguageOrigin:
     """A model directory as a client names it, the devices to try, and their configs as JSON types.
 
     ``text`` is all that the client said about it as JSON, for comparing.
@@ -124,7 +124,7 @@ class LanguageSource:
     text: str
     adapters: tuple[AdapterFile, ...] = ()
     are_adapters_fused: bool = False
-    draft: DraftSource | None = None
+    draft: DraftOrigin | None = None
 
     @property
     def xml(self) -> Path:
@@ -163,7 +163,7 @@ class LanguageSource:
 
 
 @dataclass(frozen=True)
-class SpeechSource:
+class SpeechOrigin:
     """The directory of a speech model as a client names it, the devices to try, and their configs as JSON types.
 
     ``text`` is all that the client said about it as JSON, for comparing. ``num_windows``: the windows that are decoded together.
@@ -201,8 +201,8 @@ class SpeechSource:
         yield self.directory / "config.json"
 
 
-def directory_source_of(message: Message) -> LanguageSource | SpeechSource:
-    """Return the checked source that a ``MODEL`` message names. Raises ``ProtocolError`` and ``ConfigError``."""
+def directory_origin_of(message: Message) -> LanguageOrigin | SpeechOrigin:
+    """Return the checked origin that a ``MODEL`` message names. Raises ``ProtocolError`` and ``ConfigError``."""
     asked = read_body(message, bodies.Language)
     if asked.speech is not None:
         if asked.adapters is not None or asked.draft is not None:
@@ -210,16 +210,16 @@ def directory_source_of(message: Message) -> LanguageSource | SpeechSource:
         text = json.dumps(msgspec.to_builtins([asked.candidates, asked.speech]), sort_keys=True)
         candidates = tuple(map(_candidate, asked.candidates))
         heads = tuple(asked.speech.heads)
-        return SpeechSource(_path_of(asked.directory), candidates, text, asked.speech.num_windows, heads)
+        return SpeechOrigin(_path_of(asked.directory), candidates, text, asked.speech.num_windows, heads)
     adapters = asked.adapters or bodies.Adapters()
     draft = asked.draft
-    return LanguageSource(
+    return LanguageOrigin(
         _path_of(asked.directory),
         tuple(map(_candidate, asked.candidates)),
         json.dumps(msgspec.to_builtins([asked.candidates, adapters, draft]), sort_keys=True),
         tuple(AdapterFile(_path_of(path), name, alpha) for path, name, alpha in adapters.members),
         adapters.is_fused,
-        None if draft is None else DraftSource(_path_of(draft.directory), draft.device, draft.properties),
+        None if draft is None else DraftOrigin(_path_of(draft.directory), draft.device, draft.properties),
     )
 
 
