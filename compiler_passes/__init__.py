@@ -5,8 +5,8 @@ __all__ = [
     "encoder",
     "lower",
     "lower_alignment",
+    "lower_cross_window",
     "lower_encoder",
-    "lower_source",
     "model_kind",
     "pass_pipeline",
 ]

@@ -32,7 +32,9 @@ from .states.store_kv_as import store_kv_as
 
 DECODER: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
     (
-        Pass("lift_state", lambda graph, options: lift_state(graph, options.source_len, options.num_sources)),
+        Pass(
+            "lift_state", lambda graph, options: lift_state(graph, options.cross_window_len, options.num_cross_windows)
+        ),
         Pass("mend_broadcasts", lambda graph, options: mend_broadcasts(graph)),
         Pass("keep_new_rows", lambda graph, options: keep_new_rows(graph)),
         Pass("fix_cache_position", lambda graph, options: fix_cache_position(graph)),

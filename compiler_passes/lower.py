@@ -87,8 +87,8 @@ def _shape_of(graph: StepGraph) -> ModelShape:
         adapted=tuple(graph.adapted),
         adapter_type=graph.adapter_type,
         cross_states=tuple(graph.cross_states),
-        source_len=graph.source_len,
-        num_sources=graph.num_sources,
+        cross_window_len=graph.cross_window_len,
+        num_cross_windows=graph.num_cross_windows,
         rope_limits=graph.rope_limits,
     )
     check_inputs(graph.model, input_names(shape), "lower")

@@ -19,7 +19,7 @@ from staticllm.ports import ALIGNMENT, CROSS_MASK, HIDDEN, POSITION_IDS
 from .decoder import DECODER_UNMERGED
 from .graph.attention import find_attentions
 from .graph.step_graph import StepGraph, named_result, redirect, upstream
-from .lower_source import LoweredForOneSource
+from .lower_cross_window import LoweredForOneWindow
 from .pass_pipeline import LoweringOptions
 from .shapes.fix_shapes import fix_shapes
 
@@ -29,17 +29,17 @@ Heads = Sequence[tuple[int, int]]
 
 
 def lower_alignment(
-    decoder: ov.Model, heads: Heads, rows: int, source_len: int, kv_type: KVType
-) -> LoweredForOneSource[AlignmentShape]:
+    decoder: ov.Model, heads: Heads, rows: int, cross_window_len: int, kv_type: KVType
+) -> LoweredForOneWindow[AlignmentShape]:
     """Lower a decoder, which is changed, to the weights of ``heads`` for texts of up to ``rows`` tokens.
 
-    The weights ``[1, heads, rows, source_len]`` are the only output.
+    The weights ``[1, heads, rows, cross_window_len]`` are the only output.
 
     Raises:
         UnsupportedModelError: a pass cannot lower the decoder, or it has not these layers and heads.
     """
     graph = StepGraph(decoder)
-    options = LoweringOptions(rows, kv_type, source_len=source_len, num_sources=1)
+    options = LoweringOptions(rows, kv_type, cross_window_len=cross_window_len, num_cross_windows=1)
     reports = DECODER_UNMERGED.run(graph, options)
     model = fix_shapes(graph, Variant(rows, 0))
     _fix_inputs(model, rows)
@@ -48,12 +48,12 @@ def lower_alignment(
     result = named_result(ALIGNMENT, weights.output(0))
     found = ov.Model([result], parameters, "alignment")  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
     found.validate_nodes_and_infer_types()
-    shape = AlignmentShape(rows, len(heads), source_len, tuple(graph.cross_states))
-    return LoweredForOneSource(found.clone(), shape, STAGE, reports)
+    shape = AlignmentShape(rows, len(heads), cross_window_len, tuple(graph.cross_states))
+    return LoweredForOneWindow(found.clone(), shape, STAGE, reports)
 
 
 def _fix_inputs(model: ov.Model, rows: int) -> None:
-    """Replace positions and masks by constants: one text from its beginning, about one source."""
+    """Replace positions and masks by constants: one text from its beginning, about one window."""
     known = {
         POSITION_IDS: np.arange(rows, dtype=np.int64)[None],
         CROSS_MASK: np.zeros((1, 1, rows, 1), np.float32),
@@ -68,7 +68,7 @@ def _fix_inputs(model: ov.Model, rows: int) -> None:
 
 
 def _picked(model: ov.Model, heads: Heads) -> list[ov.Node]:
-    """Return the weights ``[1, 1, rows, source_len]`` of each head."""
+    """Return the weights ``[1, 1, rows, cross_window_len]`` of each head."""
     found = []
     attentions = [attention.node for attention in find_attentions(model) if attention.is_cross]
     for layer, head in heads:

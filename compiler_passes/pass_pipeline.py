@@ -27,8 +27,8 @@ class LoweringOptions:
 
     ``max_len``: the most tokens of a sequence. ``kv_type``: the element type of the KV slots. If the model's head is
     cut, ``is_normalised`` says whether embeddings have length 1. ``adapters``: the shapes of adapters that become inputs,
-    of the element type ``adapter_type``. ``source_len`` and ``num_sources``: the frames of a source of cross-attention, and how
-    many sources its inputs hold.
+    of the element type ``adapter_type``. ``cross_window_len`` and ``num_cross_windows``: the frames of a window of
+    cross-attention, and how many windows its inputs hold.
     """
 
     max_len: int
@@ -36,8 +36,8 @@ class LoweringOptions:
     is_normalised: bool = True
     adapters: tuple[AdapterLayout, ...] = ()
     adapter_type: AdapterType = "f32"
-    source_len: int = 0
-    num_sources: int = 0
+    cross_window_len: int = 0
+    num_cross_windows: int = 0
 
 
 @dataclass(frozen=True)

@@ -190,8 +190,8 @@ class KVCache:
         if buffers.rope_factors is not None:
             buffers.rope_factors.fill(0)
         if buffers.cross_mask is not None:
-            self.cross.show(self.cross.num_sources if buffers.sees_all_sources else self.cross.num_seen)
-            buffers.see_sources(self.cross.num_shown)
+            self.cross.show(self.cross.num_cross_windows if buffers.sees_all_cross_windows else self.cross.num_seen)
+            buffers.see_cross_windows(self.cross.num_shown)
             buffers.cross_mask.fill(HIDDEN)
         logit_rows: list[int] = []
         for start, segment in step.placed():
@@ -204,8 +204,8 @@ class KVCache:
                 buffers.adapter_scales[0, start : start + count] = conditions.adapters
             if buffers.rope_factors is not None:
                 buffers.rope_factors[0, start : start + count] = conditions.factors
-            if buffers.cross_mask is not None and conditions.source:
-                buffers.cross_mask[0, 0, start : start + count, self.cross.frames_of(conditions.source)] = VISIBLE
+            if buffers.cross_mask is not None and conditions.cross_window:
+                buffers.cross_mask[0, 0, start : start + count, self.cross.frames_of(conditions.cross_window)] = VISIBLE
             logit_rows.extend(range(start + count - segment.num_logits, start + count))
         buffers.logit_rows[: len(logit_rows)] = logit_rows
         self._masks.paint(step, buffers)

@@ -22,17 +22,17 @@ HEAD = 8
 class Conditions:
     """What keys and values depend on beside tokens and positions: those of other conditions are other numbers.
 
-    ``source``: the number of the source that its cross-attention sees (``CrossBank``); 0 without one. ``factors``: which of the
-    model's RoPE factors they have, which follows from the length of the text (``KVCache.factors_of``).
+    ``cross_window``: the number of the window that its cross-attention sees (``CrossBank``); 0 without one. ``factors``: which
+    of the model's RoPE factors they have, which follows from the length of the text (``KVCache.factors_of``).
     """
 
     adapters: AdapterScales = ()
-    source: int = 0
+    cross_window: int = 0
     factors: int = 0
 
 
 PLAIN = Conditions()
-"""No adapters, and no source."""
+"""No adapters, and no window."""
 
 
 class KVSequence:

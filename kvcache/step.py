@@ -94,9 +94,9 @@ class StepBuffers:
     ``input_ids [1, S]`` and ``position_ids [..., S]`` int64, ``masks[kind] [1, 1, S, T+S]`` f32, ``logit_rows [R]`` int64,
     ``logits [1, R, vocab]`` f32, ``presents``: per group of states ``[n, heads, S, head_dim]``. ``adapter_scales
     [1, S, adapters]`` f32, and ``adapters``: port → the matrices of adapters, the same for all variants. ``cross_mask
-    [1, 1, S, frames]`` f32, with cross-attention: of ``num_sources`` places for sources, which are all places if
-    ``sees_all_sources``. ``rope_factors [1, S]``, ``key_positions [1, 1, 1, T+S]`` and ``query_positions [1, 1, S, 1]`` int32, if
-    the model takes them, else None.
+    [1, 1, S, frames]`` f32, with cross-attention: of ``num_cross_windows`` places for windows, which are all places if
+    ``sees_all_cross_windows``. ``rope_factors [1, S]``, ``key_positions [1, 1, 1, T+S]`` and ``query_positions [1, 1, S, 1]``
+    int32, if the model takes them, else None.
     """
 
     def __init__(self, variant: Variant, pool: BufferPool) -> None:
@@ -114,10 +114,10 @@ class StepBuffers:
         self.query_positions = _front(pool.query_positions, 1, 1, rows, 1) if shape.has_distances else None
         self.adapter_scales = _front(pool.adapter_scales, 1, rows, shape.num_adapters)
         self.rope_factors = _front(pool.rope_factors, 1, rows) if shape.rope_limits else None
-        self.sees_all_sources = True
-        self.num_sources = 0
+        self.sees_all_cross_windows = True
+        self.num_cross_windows = 0
         self.cross_mask: NDArray[np.float32] | None = None
-        self.see_sources(shape.num_sources)
+        self.see_cross_windows(shape.num_cross_windows)
         self.adapters = pool.adapters
         self.logit_rows = _front(pool.logit_rows, count)
         self.logits = _front(pool.logits, 1, count, shape.vocab_size)
@@ -125,12 +125,12 @@ class StepBuffers:
             _front(present, *group.shape(rows)) for present, group in zip(pool.presents, self._groups, strict=True)
         ]
 
-    def see_sources(self, num_sources: int) -> None:
-        """Give ``cross_mask`` the frames of the first ``num_sources`` places, if the model has cross-attention."""
+    def see_cross_windows(self, num_cross_windows: int) -> None:
+        """Give ``cross_mask`` the frames of the first ``num_cross_windows`` places, if the model has cross-attention."""
         shape = self.pool.shape
-        if shape.cross_states and num_sources != self.num_sources:
-            self.num_sources = num_sources
-            frames = num_sources * shape.source_len
+        if shape.cross_states and num_cross_windows != self.num_cross_windows:
+            self.num_cross_windows = num_cross_windows
+            frames = num_cross_windows * shape.cross_window_len
             self.cross_mask = _front(self.pool.cross_mask, 1, 1, self.variant.rows, frames)
 
     def present_of(self, index: int) -> NDArray[Any]:

@@ -16,7 +16,7 @@ import openvino_genai as genai
 from numpy.typing import NDArray
 
 from staticllm.config import MAX_SEQS, Scheduler, StaticLLMConfig, whole
-from staticllm.core import OnProgress, ProgressEvent, SourceSpec
+from staticllm.core import CrossWindows, OnProgress, ProgressEvent
 from staticllm.errors import ConfigError, GenerationConfigError, shown
 from staticllm.metrics import MICRO, RawPerfMetrics
 from staticllm.model_dir import joins_tokens
@@ -278,9 +278,9 @@ class StaticWhisperPipeline:
     @property
     def num_windows(self) -> int:
         """The windows, of one recording or of several, that are decoded together."""
-        sources = self.config.sources
-        assert sources is not None, "load_speech sets them"
-        return sources.num_sources
+        windows = self.config.cross_windows
+        assert windows is not None, "load_speech sets them"
+        return windows.num_cross_windows
 
     @property
     def has_words(self) -> bool:
@@ -356,10 +356,10 @@ def _in_daemon(
 ) -> SpeechModel:
     """Return a speech model of a daemon, which computes everything but features and text. Raises as ``remote_launcher``."""
     launched = remote_launcher(daemon, speech=speech)(files.directory, candidates, policy, on_progress)
-    spec = SourceSpec(files.decoder, files.source_len, speech.num_windows)
-    launched = replace(launched, config=replace(launched.config, sources=spec))
-    sources = launched.engine.sources
-    return SpeechModel(files, launched, sources, launched.features_shape, sources if speech.heads else None)
+    spec = CrossWindows(files.decoder, files.cross_window_len, speech.num_windows)
+    launched = replace(launched, config=replace(launched.config, cross_windows=spec))
+    windows = launched.engine.windows
+    return SpeechModel(files, launched, windows, launched.features_shape, windows if speech.heads else None)
 
 
 def _parallel(count: int | None) -> ParallelWindows | None:

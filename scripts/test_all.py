@@ -34,7 +34,15 @@ COMPUTED = {
             "npuw_walkthrough",
             "parallel_windows",
         ),
-        *("pipeline", "sampler_reference", "serving", "several_answers", "shared_speech", "sources", "speculation"),
+        *(
+            "pipeline",
+            "sampler_reference",
+            "serving",
+            "several_answers",
+            "shared_speech",
+            "cross_windows",
+            "speculation",
+        ),
     ),
     "tests/cpu/embedding": (
         *("continued_texts", "disentangled", "encoder_blobs", "extreme_texts", "files_of_sentence_transformers"),

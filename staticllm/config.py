@@ -10,7 +10,7 @@ from functools import partial
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeGuard, TypeVar, cast, get_args
 
-from staticllm.core import KVType, ProgramLayout, ProgramMode, SourceSpec
+from staticllm.core import CrossWindows, KVType, ProgramLayout, ProgramMode
 from staticllm.devices import type_name
 from staticllm.errors import MAX_LEN, ConfigError, shown
 from staticllm.model_paths.path_kind import MODEL_XML
@@ -168,8 +168,8 @@ def _adapters(name: str, value: Any) -> Any:
     return value
 
 
-def _source_spec(name: str, value: Any) -> SourceSpec:
-    if not isinstance(value, SourceSpec):
+def _cross_windows(name: str, value: Any) -> CrossWindows:
+    if not isinstance(value, CrossWindows):
         raise ConfigError(f"{name.lower()} is a {type(value).__name__}: only StaticWhisperPipeline sets it")
     return value
 
@@ -268,7 +268,7 @@ class StaticLLMConfig:
         prefill_config: More properties for prefill programs (``PREFILL_CONFIG``).
         generate_config: More properties for generate programs (``GENERATE_CONFIG``).
         adapters: LoRA adapters, None for none. Pipelines make it of ``adapters=AdapterConfig(...)``.
-        sources: The sources that the model's cross-attention sees, None for a model without it. Pipelines make it.
+        cross_windows: The windows that the model's cross-attention sees, None for a model without it. Pipelines make it.
 
     Raises:
         ConfigError: a value is impossible.
@@ -309,7 +309,7 @@ class StaticLLMConfig:
     prefill_config: Mapping[str, object] = _properties_row()
     generate_config: Mapping[str, object] = _properties_row()
     adapters: AdapterSet | None = _row(None, _adapters, repr=False)
-    sources: SourceSpec | None = _row(None, _source_spec, repr=False)
+    cross_windows: CrossWindows | None = _row(None, _cross_windows, repr=False)
 
     def __post_init__(self) -> None:
         """Parse each value, then check values against each other.
@@ -347,7 +347,7 @@ class StaticLLMConfig:
     @property
     def model_file(self) -> str:
         """The name of the model's IR in its directory."""
-        return MODEL_XML if self.sources is None else self.sources.model_file
+        return MODEL_XML if self.cross_windows is None else self.cross_windows.model_file
 
     @property
     def max_seq_len(self) -> int:

@@ -85,7 +85,7 @@ class KVState:
     """A state that grows by one slot per token: keys or values of one layer, ``[1, heads, slots, head_dim]``.
 
     A ``u8`` state has a second state for its scales, ``[1, heads, slots, 2]``: the size of one unit, and the smallest value.
-    A state of cross-attention (``is_cross``) holds the frames of sources instead, and no step changes it.
+    A state of cross-attention (``is_cross``) holds the frames of windows instead, and no step changes it.
     """
 
     layer: Count
@@ -184,21 +184,21 @@ slots and rows that a step sees, ``[1, 1, S, 1]`` for its own rows."""
 
 
 @dataclass(frozen=True)
-class SourceSpec:
-    """The sources of a model with cross-attention: recordings, for speech.
+class CrossWindows:
+    """The windows that a model with cross-attention sees: for speech, 30 s of a recording each.
 
-    ``model_file``: its IR in the model directory, which also holds that of its encoder. ``source_len``: the frames of one source.
-    ``num_sources``: how many sources a program sees at once.
+    ``model_file``: its IR in the model directory, which also holds that of its encoder. ``cross_window_len``: the frames
+    of one window. ``num_cross_windows``: how many windows a program sees at once.
     """
 
     model_file: Name
-    source_len: Size
-    num_sources: Size
+    cross_window_len: Size
+    num_cross_windows: Size
 
     @property
     def frames(self) -> tuple[int, int]:
-        """The frames of one source, and the number of sources."""
-        return self.source_len, self.num_sources
+        """The frames of one window, and the number of windows."""
+        return self.cross_window_len, self.num_cross_windows
 
 
 AdapterLayout = tuple[tuple[str, int, int, int], ...]
@@ -269,15 +269,15 @@ class ModelShape:
     num_adapters: Annotated[int, Meta(ge=0, le=1 << 14)] = 0  # that a row can have, each with its own scale
     adapted: tuple[AdaptedGroup, ...] = ()  # the matrices that they change
     adapter_type: AdapterType = "f32"
-    cross_states: tuple[KVState, ...] = ()  # keys and values of cross-attention, of ``num_sources`` sources
-    source_len: Count = 0  # the frames of one source
-    num_sources: Count = 0
+    cross_states: tuple[KVState, ...] = ()  # keys and values of cross-attention, of ``num_cross_windows`` windows
+    cross_window_len: Count = 0  # the frames of one window
+    num_cross_windows: Count = 0
     rope_limits: tuple[Size, ...] = ()  # lengths of a sequence after which its RoPE factors change, ascending
 
     @property
     def cross_len(self) -> int:
         """The frames that cross-attention sees."""
-        return self.source_len * self.num_sources
+        return self.cross_window_len * self.num_cross_windows
 
     @property
     def needs_real_rows(self) -> bool:
@@ -296,22 +296,22 @@ class ModelShape:
 
 
 @dataclass(frozen=True, order=True)
-class SourceVariant:
-    """The size of a program that computes keys and values of cross-attention: ``sources``, the sources of one call."""
+class CrossWindowVariant:
+    """The size of a program that computes keys and values of cross-attention: ``cross_windows``, the windows of one call."""
 
-    sources: Size = 1
+    cross_windows: Size = 1
 
     WORK_SECONDS: ClassVar[Work] = (0.0, 0.2)
 
     @property
     def rows(self) -> int:
-        """The sources of one call."""
-        return self.sources
+        """The windows of one call."""
+        return self.cross_windows
 
     @property
     def work(self) -> Work:
-        """The work of a call: a constant, and sources."""
-        return 1.0, self.sources
+        """The work of a call: a constant, and windows."""
+        return 1.0, self.cross_windows
 
     @property
     def phase(self) -> Literal["encode"]:
@@ -319,33 +319,33 @@ class SourceVariant:
         return "encode"
 
     def __str__(self) -> str:
-        return f"encode[{self.sources} sources]" if self.sources > 1 else "encode[1 source]"
+        return f"encode[{self.cross_windows} sources]" if self.cross_windows > 1 else "encode[1 source]"
 
 
 @dataclass(frozen=True)
-class SourceShape:
+class CrossWindowShape:
     """The input and the outputs of such a program: ``[1, bands, columns]`` f32 in, one output per state of cross-attention.
 
-    For speech, the input is a log-mel spectrogram of 30 s. Each output is ``[1, heads, source_len, head_dim]``.
+    For speech, the input is a log-mel spectrogram of 30 s. Each output is ``[1, heads, cross_window_len, head_dim]``.
     """
 
     bands: Size
     columns: Size
-    source_len: Size
+    cross_window_len: Size
     states: tuple[KVState, ...]
 
 
 @dataclass(frozen=True)
 class AlignmentShape:
-    """The sizes of a program that says which frames of a source the tokens of a text look at.
+    """The sizes of a program that says which frames of a window the tokens of a text look at.
 
     ``rows``: the most tokens of a text; ``num_heads``: the attentions whose weights it returns. ``states``: those of
-    cross-attention, of one source.
+    cross-attention, of one window.
     """
 
     rows: Size
     num_heads: Size
-    source_len: Size
+    cross_window_len: Size
     states: tuple[KVState, ...]
 
 

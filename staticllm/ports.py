@@ -1,7 +1,7 @@
 """The ports of step programs and encoder programs: their names, the meaning of their axes, and their element types.
 
 This is the contract between the passes, which make the ports, and the host, which binds memory to them. The sizes of a step are
-its rows S, the KV slots that it sees T, the rows that get logits R, and the frames of sources that cross-attention sees, which
+its rows S, the KV slots that it sees T, the rows that get logits R, and the frames of windows that cross-attention sees, which
 only a shared program takes as few as are in use. Those of an encoder's call are its batch B, the rows of each sequence S, the
 texts R, and, where a text is continued, the earlier rows P that it sees and the rows K that are kept. All
 other sizes are the model's own.
@@ -35,7 +35,7 @@ HIDDEN_BELOW = -1e4
 ALIGNMENT = "alignment"
 """``[1, heads, rows, frames]``: the weights of attentions that align text and speech."""
 INPUT_FEATURES = "input_features"
-"""``[1, bands, columns]``: a source as an encoder reads it."""
+"""``[1, bands, columns]``: a window as an encoder reads it."""
 
 # inputs of exported models that step programs do not have
 ATTENTION_MASK = "attention_mask"

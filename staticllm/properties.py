@@ -176,7 +176,7 @@ def _generate_hint(options: dict[str, Any], value: object, properties: Mapping[s
         options.setdefault("generate_kv_lens", [total])
 
 
-_NO_PROPERTIES = ("device_properties", "sources")
+_NO_PROPERTIES = ("device_properties", "cross_windows")
 _OWN = {item.name.upper(): item.name for item in fields(StaticLLMConfig) if item.name not in _NO_PROPERTIES}
 """Property name → field. Every field is a property under its upper-case name, but the pass-through and what a pipeline sets."""
 

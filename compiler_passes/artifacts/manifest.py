@@ -33,6 +33,9 @@ MAX_SECONDS = 1 << 24
 """Upper bound on the cost of a call, in seconds."""
 _BLOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.blob")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_SET_NAMES = {"cross_window_len": "source_len", "num_cross_windows": "num_sources", "cross_windows": "sources"}
+"""Fields of shapes and variants that sets and kept costs call otherwise, as the first ones did."""
+_OTHER_NAMES = {**_SET_NAMES, **{theirs: ours for ours, theirs in _SET_NAMES.items()}}
 T = TypeVar("T")
 
 
@@ -164,7 +167,7 @@ def cost_to_json(variant: ProgramVariant, seconds: float) -> dict[str, int | flo
 
 
 def _sizes(variant: Any) -> dict[str, int]:
-    return asdict(variant)
+    return _renamed(asdict(variant))
 
 
 def is_manifest(data: bytes) -> bool:
@@ -192,9 +195,11 @@ def stored(kind: type[T], content: object) -> T:
     Raises:
         ValueError: a field is unknown, missing, of another type, or out of its bounds; the text says where.
     """
-    names = {item.name for item in fields(kind)} if is_dataclass(kind) else set()
-    if names and isinstance(content, dict) and (different := sorted(names ^ set(content))):
-        raise ValueError(f"the field {different[0][:80]!r} is unknown or missing")
+    if is_dataclass(kind) and isinstance(content, dict):
+        names = {_SET_NAMES.get(item.name, item.name) for item in fields(kind)}
+        if different := sorted(names ^ set(content)):
+            raise ValueError(f"the field {different[0][:80]!r} is unknown or missing")
+        content = _renamed(content)
     value = typed(content, kind)
     try:
         is_whole = msgspec.json.encode(value, order="sorted") == msgspec.json.encode(content, order="sorted")
@@ -207,7 +212,12 @@ def stored(kind: type[T], content: object) -> T:
 
 def to_json(value: Any) -> Any:
     """Return a value in the form that JSON holds."""
-    return msgspec.to_builtins(value)
+    return _renamed(msgspec.to_builtins(value))
+
+
+def _renamed(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a shape or a variant with the names that sets have for them, or those that it has here."""
+    return {_OTHER_NAMES.get(name, name): value for name, value in content.items()}
 
 
 @dataclass(frozen=True)

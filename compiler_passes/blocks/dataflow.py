@@ -19,7 +19,7 @@ from ..graph.step_graph import part_of, redirect, upstream
 
 Origin = Literal["constant", "shared", "own", "tokens"]
 """``constant``: of constants; ``shared``: of inputs that all layers read (positions, masks); ``own``: of inputs that one layer
-reads (keys, values, states, adapters); ``tokens``: of the tokens, or of the features of a source."""
+reads (keys, values, states, adapters); ``tokens``: of the tokens, or of the features of a window."""
 _OWN = (PAST, CROSS, "state.", "adapter.")
 _STATES = (PRESENT, "state.")
 _TOKENS = frozenset({INPUT_IDS, TOKEN_TYPE_IDS, INPUT_FEATURES})

@@ -35,7 +35,7 @@ class Attention:
 
     @property
     def is_cross(self) -> bool:
-        """Whether it sees the frames of a source, whose keys and values ``lift_cross`` has made inputs, instead of tokens."""
+        """Whether it sees the frames of a window, whose keys and values ``lift_cross`` has made inputs, instead of tokens."""
         keys = through(self.keys.get_source_output(), *_ON_KEYS).get_node()
         return keys.get_type_name() == "Parameter" and bool(keys.get_friendly_name().startswith(CROSS))
 

@@ -42,9 +42,9 @@ class StepGraph:
     kv_states: list[KVState] = field(default_factory=list)
     recurrent_states: list[RecurrentState] = field(default_factory=list)
     cross_states: list[KVState] = field(default_factory=list)
-    source: ov.Model | None = None  # computes the keys and values of cross-attention of one source
-    source_len: int = 0  # frames of one source
-    num_sources: int = 0  # sources whose keys and values a program sees
+    cross_model: ov.Model | None = None  # computes the keys and values of cross-attention of one window
+    cross_window_len: int = 0  # frames of one window
+    num_cross_windows: int = 0  # windows whose keys and values a program sees
     masks: list[MaskKind] = field(default_factory=list)
     layer_masks: list[str] = field(default_factory=list)  # label of each layer's mask
     query_heads: list[int] = field(default_factory=list)  # number in each layer, before they are grouped

@@ -65,7 +65,7 @@ def _mask_cross(graph: StepGraph, attentions: list[Attention]) -> None:
     """Let cross-attentions, whose own masks hide nothing, see the frames that ``cross_mask [1, 1, S, frames]`` shows."""
     if not attentions:
         return
-    frames = graph.source_len * graph.num_sources
+    frames = graph.cross_window_len * graph.num_cross_windows
     rows = attentions[0].scores.get_output_partial_shape(0)[2]
     mask = graph.add_parameter(CROSS_MASK, ov.PartialShape([1, 1, rows, frames]), ov.Type.f32)
     for attention in attentions:

@@ -26,10 +26,10 @@ def fix_shapes(graph: StepGraph, variant: Variant) -> ov.Model:
 def bound_shapes(graph: StepGraph, variants: Sequence[Variant]) -> ov.Model:
     """Return a copy of the model whose dynamic dimensions are bounded by the smallest and the largest of ``variants``.
 
-    Cross-attention sees the frames of one source or of several, so that those which are not in use cost nothing.
+    Cross-attention sees the frames of one window or of several, so that those which are not in use cost nothing.
     """
     model = graph.model.clone()
-    frames = (graph.source_len, graph.source_len * graph.num_sources) if graph.cross_states else None
+    frames = (graph.cross_window_len, graph.cross_window_len * graph.num_cross_windows) if graph.cross_states else None
     sizes = replace(CallSizes.of(*variants), frames=frames)
     for parameter in model.get_parameters():
         parameter.set_partial_shape(_sized(parameter.output(0), sizes))

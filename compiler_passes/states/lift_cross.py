@@ -1,9 +1,9 @@
-"""Turns the keys and values of cross-attention, which an encoder-decoder model computes once per source, into inputs.
+"""Turns the keys and values of cross-attention, which an encoder-decoder model computes once per window, into inputs.
 
 An export with state keeps them in states that are assigned what they hold: their initial value is computed from what the encoder
-made of the source (a recording, a text), and no token changes it. Here the initial values become a model of their own, which
-runs once per source, and each state an input ``[1, heads, frames, head_dim]`` that holds the frames of several sources one after
-another. A mask (``expose_mask``) says which of them a row sees, so that rows of different sources share a call.
+made of the window (30 s of a recording), and no token changes it. Here the initial values become a model of their own, which
+runs once per window, and each state an input ``[1, heads, frames, head_dim]`` that holds the frames of several windows one after
+another. A mask (``expose_mask``) says which of them a row sees, so that rows of different windows share a call.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ STAGE = "lift_state"  # the pass that this is a part of
 FRAMES_AXIS = 2
 
 
-def lift_cross(graph: StepGraph, source_len: int, num_sources: int) -> None:
-    """Make inputs ``cross.<layer>.key|value`` of such states, and ``graph.source`` the model of their initial values.
+def lift_cross(graph: StepGraph, cross_window_len: int, num_cross_windows: int) -> None:
+    """Make inputs ``cross.<layer>.key|value`` of such states, and ``graph.cross_model`` the model of their initial values.
 
-    ``source_len``: the frames of one source; ``num_sources``: how many the inputs hold. An export without state has such inputs
-    already: those of four axes that no step extends. Nothing happens without either.
+    ``cross_window_len``: the frames of one window; ``num_cross_windows``: how many the inputs hold. An export without state has
+    such inputs already: those of four axes that no step extends. Nothing happens without either.
 
     Raises:
         UnsupportedModelError: the model has cross-attention, and no frames are given for it; or a state, or an input, is no key
@@ -47,31 +47,33 @@ def lift_cross(graph: StepGraph, source_len: int, num_sources: int) -> None:
     inputs = [] if found else _kept_inputs(graph.model)
     if not found and not inputs:
         return
-    if not source_len or not num_sources:
+    if not cross_window_len or not num_cross_windows:
         raise UnsupportedModelError(
             STAGE,
             "the model has cross-attention to an encoder's output: its encoder belongs to it (speech: StaticWhisperPipeline)",
         )
-    graph.source_len = source_len
-    graph.num_sources = num_sources
+    graph.cross_window_len = cross_window_len
+    graph.num_cross_windows = num_cross_windows
     ids = [names[id(read)] for read, _ in found] or [min(node.output(0).get_names()) for node in inputs]
     for index, (read, assign) in enumerate(found):
         inputs.append(_lift(graph.model, read, assign, index))
     for node, variable_id in zip(inputs, ids, strict=True):
-        _set_frames(node, source_len * num_sources, variable_id)
+        _set_frames(node, cross_window_len * num_cross_windows, variable_id)
     graph.model.validate_nodes_and_infer_types()
     _name(graph, inputs, ids)
     ports = [node.get_friendly_name() for node in inputs]
-    graph.source = _model_of(initials, ports) if initials else None
+    graph.cross_model = _model_of(initials, ports) if initials else None
     for parameter in graph.model.get_parameters():
         if parameter.get_friendly_name() not in ports and not is_live(graph.model, parameter):
             graph.model.remove_parameter(parameter)
     what = "states hold" if found else "inputs are"
-    graph.note(STAGE, f"{len(ports)} {what} keys and values of {num_sources} sources of {source_len} frames")
+    graph.note(
+        STAGE, f"{len(ports)} {what} keys and values of {num_cross_windows} windows of {cross_window_len} frames"
+    )
 
 
-def source_of_outputs(decoder: ov.Model) -> tuple[ov.Model, list[KVState]] | None:
-    """Return the model of the keys and values of one source, and their states, of an export without state.
+def cross_model_of_outputs(decoder: ov.Model) -> tuple[ov.Model, list[KVState]] | None:
+    """Return the model of the keys and values of one window, and their states, of an export without state.
 
     Its decoder for first tokens has them among its outputs: those of four axes that do not depend on tokens. The states are
     numbered as those that ``lift_cross`` makes of the decoder for later tokens. None if there are none.
@@ -119,7 +121,7 @@ def _kept_states(model: ov.Model) -> list[tuple[ov.Node, ov.Node]]:
     reads = [node for node in model.get_ordered_ops() if node.get_type_name() == "ReadValue"]
     sinks = {sink.get_attributes()["variable_id"]: sink for sink in model.get_sinks()}
     pairs = [(read, sinks.get(read.get_attributes()["variable_id"])) for read in reads]
-    return [(read, assign) for read, assign in pairs if assign is not None and _keeps_its_source(read, assign)]
+    return [(read, assign) for read, assign in pairs if assign is not None and _keeps_its_window(read, assign)]
 
 
 def _kept_inputs(model: ov.Model) -> list[ov.Node]:
@@ -134,7 +136,7 @@ def _kept_inputs(model: ov.Model) -> list[ov.Node]:
     return [] if model.get_sinks() else [node for node in model.get_parameters() if is_kept(node)]
 
 
-def _keeps_its_source(read: ov.Node, assign: ov.Node) -> bool:
+def _keeps_its_window(read: ov.Node, assign: ov.Node) -> bool:
     """Return whether a state is assigned what it holds, and its initial value depends on an input."""
     is_kept = assign.input_value(0).get_node().get_instance_id() == read.get_instance_id()
     return is_kept and read.get_input_size() > 0 and bool(_parameters([read.input_value(0)]))
@@ -182,7 +184,7 @@ def _name(graph: StepGraph, inputs: list[ov.Node], variable_ids: list[str]) -> N
 
 
 def _model_of(initials: list[ov.Output], names: list[str]) -> ov.Model:
-    """Return a model of the keys and values of one source, with copies of the nodes."""
+    """Return a model of the keys and values of one window, with copies of the nodes."""
     results = [named_result(name, value) for name, value in zip(names, initials, strict=True)]
-    model = ov.Model(results, _parameters(initials), "source")  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
+    model = ov.Model(results, _parameters(initials), "cross_window")  # pyright: ignore[reportGeneralTypeIssues] - a slip of OpenVINO's stubs
     return model.clone()

@@ -27,16 +27,16 @@ STAGE = "lift_state"
 KV_RANK = 4
 
 
-def lift_state(graph: StepGraph, source_len: int = 0, num_sources: int = 0) -> None:
+def lift_state(graph: StepGraph, cross_window_len: int = 0, num_cross_windows: int = 0) -> None:
     """Replace every state by a parameter ``state.<i>`` and a result ``state.<i>.next``, and set the batch to 1.
 
     ``keep_new_rows`` gives the ports the names that they have in a step program. States of cross-attention are only inputs
-    (``lift_cross``, which takes ``source_len`` and ``num_sources``).
+    (``lift_cross``, which takes ``cross_window_len`` and ``num_cross_windows``).
 
     Raises:
         UnsupportedModelError: the model has no state, or a state is not both read and assigned, or has no known rank.
     """
-    lift_cross(graph, source_len, num_sources)
+    lift_cross(graph, cross_window_len, num_cross_windows)
     reads = [node for node in graph.model.get_ordered_ops() if node.get_type_name() == "ReadValue"]
     _fix_batch(graph.model)
     if not reads and graph.cross_states:

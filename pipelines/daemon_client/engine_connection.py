@@ -62,9 +62,9 @@ class EngineConnection:
     runs them at any moment, also on a thread that is sending.
     """
 
-    def __init__(self, link: DaemonLink, handle: int, on_lost: OnLost, num_sources: int = 0) -> None:
-        """``num_sources``: the sources of a speech model that this program may have at a time."""
-        self.num_sources = num_sources
+    def __init__(self, link: DaemonLink, handle: int, on_lost: OnLost, num_cross_windows: int = 0) -> None:
+        """``num_cross_windows``: the windows of a speech model that this program may have at a time."""
+        self.num_cross_windows = num_cross_windows
         self._link = link
         self._handle = handle
         self._on_lost = on_lost
@@ -109,7 +109,7 @@ class EngineConnection:
         with self._lock:
             self._running[request.id] = RunningRequest(queue, set(range(request.num_sequences)))
         try:
-            body = {"request": request.to_dict(), "source": request.source}
+            body = {"request": request.to_dict(), "window": request.cross_window}
             answer = self.ask(Message(Kind.SUBMIT, number=request.id, body=body))
         except BaseException as error:
             self._forget(request.id)
@@ -123,10 +123,10 @@ class EngineConnection:
         """End a request, or one of its answers, soon; the daemon ignores unknown ones. Takes no lock."""
         self.tell(Message(Kind.CANCEL, body={"request": request, "index": index, "reason": str(reason)}))
 
-    def hear(self, source: int, features: NDArray[np.float32], priority: int, forgotten: Sequence[int] = ()) -> float:
-        """Let the daemon hear a window, ``features [bands, columns]``, whose ``source`` is a number of this program.
+    def encode(self, window: int, features: NDArray[np.float32], priority: int, released: Sequence[int] = ()) -> float:
+        """Let the daemon encode a window, ``features [bands, columns]``, whose ``window`` is a number of this program.
 
-        It forgets those in ``forgotten`` before, as ``forget_source`` says.
+        It releases those in ``released`` before, as ``release_window`` says.
 
         Returns the seconds of device time that a window takes. Raises as ``ask``.
         """
@@ -134,20 +134,20 @@ class EngineConnection:
         seconds = 0.0
         for first in range(0, len(features), num_bands):
             part = features[first : first + num_bands]
-            body = {"source": source, "first": first, "priority": priority, "tensors": tensors.describe([part], [0])}
-            body["forget"] = list(forgotten)
-            seconds = self.ask(Message(Kind.HEAR, body=body, payload=part.tobytes())).time
+            body = {"window": window, "first": first, "priority": priority, "tensors": tensors.describe([part], [0])}
+            body["released"] = list(released)
+            seconds = self.ask(Message(Kind.ENCODE, body=body, payload=part.tobytes())).time
         return seconds
 
-    def forget_source(self, source: int) -> None:
-        """Let the daemon forget a source soon, or give it up if it is being heard; it ignores unknown ones. Takes no lock."""
-        self.tell(Message(Kind.FORGET, body={"source": source}))
+    def release_window(self, window: int) -> None:
+        """Let the daemon release a window soon, or give it up if it is being encoded; it ignores unknown ones. Takes no lock."""
+        self.tell(Message(Kind.RELEASE_WINDOW, body={"window": window}))
 
-    def align(self, source: int, tokens: Sequence[int], priority: int) -> NDArray[np.float32]:
-        """Return the weights ``[heads, tokens, source_len]`` of a text about a source. Raises as ``ask``."""
+    def align(self, window: int, tokens: Sequence[int], priority: int) -> NDArray[np.float32]:
+        """Return the weights ``[heads, tokens, cross_window_len]`` of a text about a window. Raises as ``ask``."""
         with self._aligning:
             answer = self.ask(
-                Message(Kind.ALIGN, body={"source": source, "tokens": list(tokens), "priority": priority})
+                Message(Kind.ALIGN, body={"window": window, "tokens": list(tokens), "priority": priority})
             )
             ((_, weights),) = self._channel.tensors_of(answer)
             return np.array(weights)

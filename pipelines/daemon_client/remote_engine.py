@@ -26,7 +26,7 @@ from ..profiling.trace import MAX_RECORDS, Trace
 from .daemon_link import Startable
 from .engine_connection import EngineConnection, OnLost
 from .recovery import LiveRequest, Recovery
-from .remote_sources import RemoteSources
+from .remote_windows import RemoteWindows
 
 
 class RemoteEngine:
@@ -37,7 +37,7 @@ class RemoteEngine:
     loads the model again, in a daemon that is started if none runs. With ``resumes`` the running requests do so at once, and
     go on there with the same tokens (``Recovery``); else, and if the daemon was stopped as asked, they end with a
     ``ProcessLostError``. ``on_lost`` is called on the connection's thread when the daemon has ended. ``has_own_tokenizer``:
-    whether the pipeline has another tokenizer than that of the model's directory. ``sources`` hears the windows of a speech
+    whether the pipeline has another tokenizer than that of the model's directory. ``windows`` encodes the windows of a speech
     model. Any thread may call.
     """
 
@@ -60,7 +60,7 @@ class RemoteEngine:
         self._live: dict[int, LiveRequest] = {}  # by id; only single operations on it, which need no lock
         self._recovery = Recovery(self._live, self._connected, self._submit_to)
         self._connection = connect(self._lose)
-        self.sources = RemoteSources(self._connected, self._connection.num_sources)
+        self.windows = RemoteWindows(self._connected, self._connection.num_cross_windows)
 
     @property
     def is_connected(self) -> bool:
@@ -169,7 +169,7 @@ class RemoteEngine:
             self._drain()
         self._is_closed = True
         self._recovery.close()
-        self.sources.close()
+        self.windows.close()
         self._give_up()
         limit = CLOSE_SECONDS if self._resumes else -1  # without: a worker that starts must be there to be ended
         if self._connecting.acquire(timeout=limit):  # otherwise the thread that connects closes the connection
@@ -195,9 +195,9 @@ class RemoteEngine:
             return self._connection
 
     def _submit_to(self, connection: EngineConnection, live: LiveRequest) -> CompileTimes | None:
-        """Submit a request, after the source that it sees was heard there. Raises as ``EngineConnection.submit``."""
-        if live.request.source:
-            self.sources.bring(connection, live.request.source)
+        """Submit a request, after the window that it sees was encoded there. Raises as ``EngineConnection.submit``."""
+        if live.request.cross_window:
+            self.windows.bring(connection, live.request.cross_window)
         return connection.submit(live.request, live)
 
     def _lose(self) -> None:

@@ -28,7 +28,7 @@ from .remote_engine import DaemonHome, RemoteEngine, UserDaemon
 
 SECRETS = ("cache_encryption_callbacks", "weights_decryption_callback", "integrity_key")
 """Fields of the config that do not leave this process."""
-KEPT = ("vocab_size", "kv_type", "max_prompt_len", "min_response_len", "num_sources", "bands", "columns")
+KEPT = ("vocab_size", "kv_type", "max_prompt_len", "min_response_len", "num_cross_windows", "bands", "columns")
 """What the next daemon must say of a model as the one before it."""
 STAYS = "cannot be sent to the daemon, only used in this program (daemon=False, STATICLLM_ATTACH=auto)"
 
@@ -191,7 +191,7 @@ class _RemoteModel:
                         f"another daemon serves the model on {answer['device']} with {name} {answer.get(name)} instead of "
                         f"{self.described.get(name)}: load the pipeline again"
                     )
-            return EngineConnection(link, answer["model"], on_lost, answer.get("num_sources", 0))
+            return EngineConnection(link, answer["model"], on_lost, answer.get("num_cross_windows", 0))
         except BaseException:
             link.close()
             raise

@@ -144,9 +144,9 @@ class DecoderDiagnosis(Diagnosis[ProgramKind[Variant, ModelShape, ModelRunner]])
     def measure(self, job: DecoderJob) -> MemoryEstimate | MeasuredMemory:
         """Load a model in a process of its own, and divide its private memory among the parts of a pipeline.
 
-        One that sees sources is loaded here, because that process has the pipeline of text.
+        One that sees windows is loaded here, because that process has the pipeline of text.
         """
-        if job.config.sources is not None:
+        if job.config.cross_windows is not None:
             return super().measure(job)
         return measure_memory(job.directory, job.device, job.config)
 

@@ -79,7 +79,7 @@ class SpeechDiagnosis(Diagnosis[Any]):
         return _verdicts(encoder, decoder, modes)
 
     def try_model(self, directory: Path, device: str, on_progress: OnProgress) -> Trial:
-        """Load the model, and let it hear a second of noise. Raises as ``StaticWhisperPipeline`` and its ``generate``."""
+        """Load the model, and let it transcribe a second of noise. Raises as ``StaticWhisperPipeline`` and its ``generate``."""
         with StaticWhisperPipeline(directory, device, on_progress=on_progress) as pipeline:
             sound = np.random.default_rng(0).uniform(-0.1, 0.1, SECOND).astype(np.float32)
             pipeline.generate(sound, max_new_tokens=8)
@@ -92,13 +92,13 @@ def _verdicts(encoder: LoadJob[Any], decoder: LoadJob[Any], modes: Sequence[Prog
     random = np.random.default_rng(0)
     features = random.uniform(-1, 1, original.features_shape).astype(np.float32)
     for mode in modes:
-        source = load_job(in_mode(encoder, mode)).runner
+        windows = load_job(in_mode(encoder, mode)).runner
         loaded = load_job(in_mode(decoder, mode))
         runner = loaded.runner
-        frames = source.run(features)
+        frames = windows.run(features)
         if frames is None:
             raise NumericalError("the encoder computed values that are not finite: try INFERENCE_PRECISION_HINT='f32'")
-        sequence = runner.cache.open(Conditions(source=runner.cache.cross.add(frames)))
+        sequence = runner.cache.open(Conditions(cross_window=runner.cache.cross.add(frames)))
         tokens = random.integers(0, min(ORDINARY, loaded.programs.shape.vocab_size), PROMPT + STEPS).tolist()
         found = [runner.prefill(sequence, tokens[:PROMPT]).copy()]
         found += [runner.decode(sequence, token).copy() for token in tokens[PROMPT:]]

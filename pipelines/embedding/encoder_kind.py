@@ -177,13 +177,13 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
                 "model of the original with `staticllm export`"
             )
 
-    def lower(self, job: AnyJob, source: OpenedModel, start: StartWith) -> EncoderPlan:
+    def lower(self, job: AnyJob, opened: OpenedModel, start: StartWith) -> EncoderPlan:
         """Lower the model, and choose its variants; all of its programs are there from the start."""
         del start
         given = self.chosen
-        vocab_size = _vocab_size(source.model)
+        vocab_size = _vocab_size(opened.model)
         options = EncoderOptions(self.max_length, self.files.dense, given.is_normalised, given.score_tokens)
-        lowered = lower_encoder(source.model, options, encoder_passes(job.device))
+        lowered = lower_encoder(opened.model, options, encoder_passes(job.device))
         shape = lowered.shape
         if given.max_length is not None and given.max_length > shape.max_rows:
             raise ConfigError(
@@ -206,7 +206,7 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
             shape = replace(shape, past=())
             variants = variants_for(longest, sizes)
         lowered = replace(lowered, shape=replace(shape, longest=longest, vocab_size=vocab_size))
-        return CompilePlan(lowered, self.options(job), variants, source.weights)
+        return CompilePlan(lowered, self.options(job), variants, opened.weights)
 
     def _can_continue(self, shape: EncoderShape, rows: int) -> bool:
         """Return whether texts can run in parts of ``rows``. A vector that needs all tokens, such as a mean, cannot."""

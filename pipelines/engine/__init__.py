@@ -11,7 +11,7 @@ __all__ = [
     "overflow",
     "own_thread",
     "request",
-    "source_jobs",
     "state",
+    "window_jobs",
 ]
 """The modules that other rooms may use."""

@@ -53,7 +53,7 @@ class EngineCore:
         self.searches: dict[int, BeamRequest] = {}
         self.wait_until: float | None = None
         self._shifting: list[AnswerState] = []  # since the last call, the model must show how keys are moved for them
-        self._leaving: set[int] = set()  # sources of cross-attention that are removed once no request sees them
+        self._leaving: set[int] = set()  # windows of cross-attention that are removed once no request sees them
 
     @property
     def device(self) -> DeviceState:
@@ -99,12 +99,12 @@ class EngineCore:
         self.device.runner.probe.measure_next(is_needed)
 
     def admit(self, request: RequestState) -> None:
-        """Add a request; ``step`` serves it from now on. One without the source that the model needs ends with an error."""
+        """Add a request; ``step`` serves it from now on. One without the window that the model needs ends with an error."""
         bank = self.device.runner.cache.cross
-        source = request.request.source
-        if bank.num_sources and (source not in bank or source in self._leaving):
+        window = request.request.cross_window
+        if bank.num_cross_windows and (window not in bank or window in self._leaving):
             self.refuse(
-                request, FinishReason.ERROR, PromptError("the request has no source, or its source was removed")
+                request, FinishReason.ERROR, PromptError("the request has no window, or its window was removed")
             )
             return
         self.requests[request.id] = request
@@ -117,18 +117,18 @@ class EngineCore:
         if request.request.overflow == "context_shift":
             self._shifting.append(request.sequences[0])
 
-    def remove_source(self, source: int) -> None:
-        """Remove a source from the bank of cross-attention, once no request sees it; new requests about it are refused."""
-        self._leaving.add(source)
-        self._remove_sources()
+    def remove_window(self, window: int) -> None:
+        """Remove a window from the bank of cross-attention, once no request sees it; new requests about it are refused."""
+        self._leaving.add(window)
+        self._remove_windows()
 
-    def _remove_sources(self) -> None:
+    def _remove_windows(self) -> None:
         if not self._leaving:
             return
-        active = (each.request.source for each in self.requests.values() if isinstance(each, RequestState))
-        for source in self._leaving.difference(active):
-            self.device.runner.cache.cross.remove(source)
-            self._leaving.remove(source)
+        active = (each.request.cross_window for each in self.requests.values() if isinstance(each, RequestState))
+        for window in self._leaving.difference(active):
+            self.device.runner.cache.cross.remove(window)
+            self._leaving.remove(window)
 
     def admit_swapped(self, request: RequestState, stored: StoredSequence) -> None:
         """Add a request of one answer that another device has served up to now, as ``KVCacheManager.add_swapped``."""
@@ -148,7 +148,7 @@ class EngineCore:
         if not self.requests:
             self.calls.post()
             self.device.kv_manager.run_idle_work()
-        self._remove_sources()
+        self._remove_windows()
 
     def end_search(self, search: BeamRequest, reason: FinishReason) -> None:
         """Forget a beam search that has ended."""

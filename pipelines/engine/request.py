@@ -69,7 +69,7 @@ class EngineRequest:
         grammar: What each answer must look like; None for free text.
         rules: Whisper's rules for the text of a window; None for text that is not about speech.
         adapters: The factor of each adapter that the model was loaded with; empty if the request uses none.
-        source: The number of the source that its cross-attention sees (``CrossBank``); 0 without one. It stays in its process.
+        cross_window: The number of the window that cross-attention sees (``CrossBank``); 0 without one. It stays in its process.
         owner: The client of the daemon that pays for its device time; 0 without one. It stays in its process.
         id: The request's number.
         arrival: The ``time.perf_counter`` moment of its arrival.
@@ -92,7 +92,7 @@ class EngineRequest:
     grammar: Grammar | None = None
     rules: SpeechRules | None = None
     adapters: tuple[float, ...] = ()
-    source: int = 0
+    cross_window: int = 0
     owner: int = 0
     id: int = field(default_factory=new_id)
     arrival: float = field(default_factory=time.perf_counter)
@@ -100,18 +100,18 @@ class EngineRequest:
     @property
     def conditions(self) -> Conditions:
         """What its keys and values depend on beside tokens and positions."""
-        return Conditions(self.adapters, self.source)
+        return Conditions(self.adapters, self.cross_window)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the request as a dict of JSON types.
 
-        The id, the owner and the source are this process's own and are left out. Moments become seconds from now, since the
+        The id, the owner and the window are this process's own and are left out. Moments become seconds from now, since the
         clocks of processes may differ.
         """
         plain = {**asdict(self), "prompt": list(self.prompt), "stop_token_ids": sorted(self.stop_token_ids)}
         plain["adapters"] = list(self.adapters)
         plain["late_token_ids"] = sorted(self.late_token_ids)
-        del plain["id"], plain["owner"], plain["source"]
+        del plain["id"], plain["owner"], plain["cross_window"]
         now = time.perf_counter()
         for name in ("arrival", "deadline"):
             plain[name] = None if plain[name] is None else plain[name] - now
@@ -124,7 +124,7 @@ class EngineRequest:
         Raises:
             ValueError: a field is missing, unknown or of a wrong type.
         """
-        own = ("id", "owner", "source")  # those of another process could be taken here
+        own = ("id", "owner", "cross_window")  # those of another process could be taken here
         plain = {"arrival": 0.0, **{name: value for name, value in values.items() if name not in own}}
         request = typed(plain, cls)
         if unknown := sorted(_unknown_fields(plain, request)):

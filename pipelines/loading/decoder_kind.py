@@ -84,7 +84,7 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         """Check that the model has logits for every token; else the error says what it is."""
         check_kind(model, directory, "decoder")
 
-    def lower(self, job: DecoderJob, source: OpenedModel, start: StartWith) -> DecoderPlan:
+    def lower(self, job: DecoderJob, opened: OpenedModel, start: StartWith) -> DecoderPlan:
         """Lower the model, choose its variants, and probe how their programs are best compiled.
 
         Raises as ``ProgramKind.lower``, and ``AdapterError`` (an adapter does not fit the model).
@@ -96,16 +96,16 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         usual = default_kv_type(core, device, *properties.values())
         kv_type = config.kv_cache_precision or usual
         mode = program_mode(device, config)
-        source_len, num_sources = (0, 0) if config.sources is None else config.sources.frames
+        cross_window_len, num_cross_windows = (0, 0) if config.cross_windows is None else config.cross_windows.frames
         lowering = LoweringOptions(
             config.max_seq_len,
             kv_type,
             adapter_type="bf16" if usual == "bf16" else "f32",
-            source_len=source_len,
-            num_sources=num_sources,
+            cross_window_len=cross_window_len,
+            num_cross_windows=num_cross_windows,
         )
         platform = npu_platform(core, device) if job.target is None else job.target.platform.number
-        lowered = _lowered(source.model, lowering, decoder_passes(device, platform), config.adapters)
+        lowered = _lowered(opened.model, lowering, decoder_passes(device, platform), config.adapters)
         layout = program_layout(device, job.directory, config, kv_type)
         variants = choose_variants(config, mode, lowered.shape, layout)
         probes = probes_of(job)
@@ -130,7 +130,7 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         is_later = start == "one program" and _can_start_with_one(layout, properties)
         options = options_of("shared" if is_later else layout)
         return DecoderPlan(
-            lowered, options, variants, source.weights, partial(options_of, layout) if is_later else None
+            lowered, options, variants, opened.weights, partial(options_of, layout) if is_later else None
         )
 
     def random_call(
@@ -200,7 +200,11 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
             **{name: "default" if value is None else str(value) for name, value in sizes.items()},
             **{f"{phase} properties": properties_text(values) for phase, values in phases.items()},
             "adapters": "none" if config.adapters is None else config.adapters.description,
-            **({} if config.sources is None else {"sources": "{1} of {0} frames".format(*config.sources.frames)}),
+            **(
+                {}
+                if config.cross_windows is None
+                else {"sources": "{1} of {0} frames".format(*config.cross_windows.frames)}
+            ),
         }
 
     def properties(self, job: DecoderJob) -> Mapping[Part, Mapping[str, Any]]:

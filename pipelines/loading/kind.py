@@ -97,7 +97,7 @@ class ProgramKind(ABC, Generic[V, S, R]):
             raise ValueError("the properties or the type of KV slots are not those of this kind of model")
 
     @abstractmethod
-    def lower(self, job: Job[V, S, R], source: OpenedModel, start: StartWith) -> CompilePlan[V, S]:
+    def lower(self, job: Job[V, S, R], opened: OpenedModel, start: StartWith) -> CompilePlan[V, S]:
         """Lower the model, and choose the variants of its programs. ``start``: those that are compiled before it serves.
 
         Raises:
@@ -132,12 +132,12 @@ class ProgramKind(ABC, Generic[V, S, R]):
         self.check_graph(model, job.directory)
         if for_blobs:
             keep_small_constants(model)
-        source = OpenedModel(model, MappedWeights(model))
+        opened = OpenedModel(model, MappedWeights(model))
         read = time.perf_counter()
         job.on_progress(replace(event, seconds=read - begin))
         event = ProgressEvent("passes", 1, 1, 0.0)
         with told(job.on_progress, event):
-            plan = self.lower(job, source, start)
+            plan = self.lower(job, opened, start)
         if job.target is not None:
             job.target.check_layout(plan.options.layout)
             plan = replace(plan, chains=ChainCompiler(job.target.compile_part, len(job.target.compilers)))

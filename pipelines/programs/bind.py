@@ -127,7 +127,7 @@ class BoundRequest:
 class Program(BoundRequest):
     """One variant of a step program, ready to run.
 
-    ``sources``: returns the tensors of cross-attention, by port, if the program takes one source or several;
+    ``cross_tensors``: returns the tensors of cross-attention, by port, if the program takes one window or several;
     they are bound again when their number has changed.
     """
 
@@ -136,19 +136,19 @@ class Program(BoundRequest):
         compiled: AnyProgram,
         buffers: StepBuffers,
         tensors: Mapping[str, ov.Tensor],
-        sources: Callable[[], dict[str, ov.Tensor]] | None = None,
+        cross_tensors: Callable[[], dict[str, ov.Tensor]] | None = None,
     ) -> None:
         super().__init__(compiled, tensors)
         self.variant = buffers.variant
         self.buffers = buffers
-        self._sources = sources
-        self._num_sources = buffers.num_sources
+        self._cross_tensors = cross_tensors
+        self._num_cross_windows = buffers.num_cross_windows
 
     def run_blocks(self, blocks: range, meanwhile: Callable[[], None] | None = None) -> float:
         """Run some blocks, as ``BoundRequest`` does."""
-        if self._sources is not None and self._num_sources != self.buffers.num_sources:
-            self._num_sources = self.buffers.num_sources
-            self._calls[0].rebind(self._sources())
+        if self._cross_tensors is not None and self._num_cross_windows != self.buffers.num_cross_windows:
+            self._num_cross_windows = self.buffers.num_cross_windows
+            self._calls[0].rebind(self._cross_tensors())
         return super().run_blocks(blocks, meanwhile)
 
 
@@ -214,24 +214,24 @@ def bind(compiled: AnyProgram, shape: ModelShape, cache: KVCache, buffers: StepB
     takes_few = bool(shape.cross_states) and any(
         CROSS_MASK in port.get_names() and port.partial_shape[-1].is_dynamic for port in compiled.inputs
     )
-    buffers.sees_all_sources = not takes_few
-    tensors |= _source_tensors(shape, cache, buffers)
+    buffers.sees_all_cross_windows = not takes_few
+    tensors |= _cross_tensors(shape, cache, buffers)
     for index, recurrent in enumerate(shape.recurrent_states):
         tensors[recurrent.past_name] = ov.Tensor(cache.states.past[index], shared_memory=True)
         tensors[recurrent.present_name] = ov.Tensor(cache.states.present[index], shared_memory=True)
     for name, tensor in tensors.items():
         assert port_of([name])[1].fits(list(tensor.shape), variant), f"{name} has shape {tensor.shape} at {variant}"
-    again = partial(_source_tensors, shape, cache, buffers) if takes_few else None
+    again = partial(_cross_tensors, shape, cache, buffers) if takes_few else None
     return Program(compiled, buffers, tensors, again)
 
 
-def _source_tensors(shape: ModelShape, cache: KVCache, buffers: StepBuffers) -> dict[str, ov.Tensor]:
+def _cross_tensors(shape: ModelShape, cache: KVCache, buffers: StepBuffers) -> dict[str, ov.Tensor]:
     """Return the tensors of cross-attention, by port: the mask, and the frames of the places that it has columns for."""
     if buffers.cross_mask is None:
         return {}
     tensors = {CROSS_MASK: ov.Tensor(buffers.cross_mask, shared_memory=True)}
     for index, state in enumerate(shape.cross_states):
-        frames = cache.cross.state_view(index, buffers.num_sources)
+        frames = cache.cross.state_view(index, buffers.num_cross_windows)
         tensors[state.past_name] = ov.Tensor(frames, ov.Shape(frames.shape), ELEMENT_TYPES[state.kv_type])
     return tensors
 

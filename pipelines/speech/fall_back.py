@@ -20,7 +20,7 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True)
-class HeardWindow:
+class DecodedWindow:
     """What a window was decoded to.
 
     Attributes:
@@ -53,17 +53,17 @@ def compression_ratio(tokens: Sequence[int], vocab_size: int) -> float:
     return len(content) / len(zlib.compress(content))
 
 
-def verdict(heard: HeardWindow, params: FallBackParams, vocab_size: int) -> Verdict:
+def verdict(decoded: DecodedWindow, params: FallBackParams, vocab_size: int) -> Verdict:
     """Return what becomes of a window's text, with the rules of transformers' ``_need_fallback``.
 
     Without ``logprob_threshold``, where transformers fails, ``no_speech_threshold`` alone decides about silence, as in
     openai-whisper. After the last temperature there is nothing to decode again: ``best_of`` then says what is kept.
     """
     least = params.logprob_threshold
-    is_unlikely = least is not None and heard.mean_log_probability < least
-    if may_be_silent(heard.no_speech, params) and (least is None or is_unlikely):
+    is_unlikely = least is not None and decoded.mean_log_probability < least
+    if may_be_silent(decoded.no_speech, params) and (least is None or is_unlikely):
         return Verdict.SILENCE
-    is_repeated = _is_repeated(heard, params, vocab_size)
+    is_repeated = _is_repeated(decoded, params, vocab_size)
     return Verdict.AGAIN if is_unlikely or is_repeated else Verdict.KEEP
 
 
@@ -73,17 +73,17 @@ def may_be_silent(no_speech: float | None, params: FallBackParams) -> bool:
     return most is not None and no_speech is not None and no_speech > most
 
 
-def _is_repeated(heard: HeardWindow, params: FallBackParams, vocab_size: int) -> bool:
+def _is_repeated(decoded: DecodedWindow, params: FallBackParams, vocab_size: int) -> bool:
     most = params.compression_ratio_threshold
-    return most is not None and compression_ratio(heard.tokens, vocab_size) > most
+    return most is not None and compression_ratio(decoded.tokens, vocab_size) > most
 
 
-def best_of(tried: Sequence[HeardWindow], params: FallBackParams, vocab_size: int) -> HeardWindow:
+def best_of(tried: Sequence[DecodedWindow], params: FallBackParams, vocab_size: int) -> DecodedWindow:
     """Return the most likely of the texts of which none is good, as faster-whisper: one that does not repeat itself, if there is
     one. (transformers and openai-whisper take the last one, which is the most random.)
     """
-    varied = [heard for heard in tried if not _is_repeated(heard, params, vocab_size)]
-    return max(varied or tried, key=lambda heard: heard.mean_log_probability)
+    varied = [decoded for decoded in tried if not _is_repeated(decoded, params, vocab_size)]
+    return max(varied or tried, key=lambda decoded: decoded.mean_log_probability)
 
 
 def options_at(options: GenerationOptions, temperature: float) -> GenerationOptions:

@@ -27,13 +27,13 @@ class SpeechFiles:
     """The checked files of a speech model.
 
     ``decoder``: the IR that decodes; an export without state has another one for the first tokens, which also computes what it
-    sees of a window. ``source_len``: the frames of a window that the decoder sees. ``max_positions``: the most tokens of a
+    sees of a window. ``cross_window_len``: the frames of a window that the decoder sees. ``max_positions``: the most tokens of a
     window, those of its prompt among them. ``file``: the path of ``generation_config.json``.
     """
 
     directory: Path
     decoder: str
-    source_len: int
+    cross_window_len: int
     max_positions: int
     file: Path
 
@@ -66,8 +66,8 @@ def speech_files(models_path: str | bytes | os.PathLike[str]) -> SpeechFiles:
     file = directory / "generation_config.json"
     if not file.is_file():
         raise ModelError(f"{str(file)!r} is missing: export the model again; it has the ids of the special tokens")
-    source_len = _length(directory, config, "max_source_positions")
-    return SpeechFiles(directory, decoder, source_len, _length(directory, config, "max_target_positions"), file)
+    cross_window_len = _length(directory, config, "max_source_positions")
+    return SpeechFiles(directory, decoder, cross_window_len, _length(directory, config, "max_target_positions"), file)
 
 
 def _config(directory: Path) -> dict[str, Any]:

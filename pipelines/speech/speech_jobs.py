@@ -10,13 +10,13 @@ from typing import Any, TypeAlias
 import openvino as ov
 
 from staticllm.config import MAX_SEQS, StaticLLMConfig, switch, whole
-from staticllm.core import OnProgress, SourceSpec
+from staticllm.core import CrossWindows, OnProgress
 from staticllm.devices import check_device, get_core
 from staticllm.errors import ConfigError
 
 from ..launch.arguments import Candidate
 from ..loading.kind import LoadJob
-from ..loading.source_kind import AlignmentKind, SourceKind
+from ..loading.window_kind import AlignmentKind, WindowKind
 from .speech_files import DECODER, ENCODER, SpeechFiles
 from .whisper_config import FALL_BACK, fall_back_value
 
@@ -70,7 +70,7 @@ def speech_jobs(
     own = _own_config(config, files, num_windows, ENCODER)
     if shares_engine and own.programs == "auto" and own.blob_path is None:
         own = replace(own, programs="blocks")
-    encoder = LoadJob(SourceKind(DECODER), files.directory, device, own, on_progress, explicit)
+    encoder = LoadJob(WindowKind(DECODER), files.directory, device, own, on_progress, explicit)
     decoder = Candidate(candidate.device, _own_config(config, files, num_windows, files.decoder), explicit)
     alignment = None
     if heads:
@@ -160,7 +160,7 @@ def _own_config(
     config: StaticLLMConfig, files: SpeechFiles, num_windows: int, name: str, folder_name: str = ""
 ) -> StaticLLMConfig:
     """Return the config of one of the programs, whose blobs are in a folder of their own."""
-    config = replace(config, sources=SourceSpec(name, files.source_len, num_windows))
+    config = replace(config, cross_windows=CrossWindows(name, files.cross_window_len, num_windows))
     if config.blob_path is None and not config.export_blob:
         return config
     folder = Path(config.blob_path or files.directory / "openvino_model.blob")

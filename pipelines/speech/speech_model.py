@@ -1,4 +1,4 @@
-"""A speech model on a device: an engine of its decoder, whose jobs are the windows that its encoder hears."""
+"""A speech model on a device: an engine of its decoder, whose jobs are windows for its encoder."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from staticllm.config import StaticLLMConfig
 from staticllm.core import (
     AlignmentShape,
+    CrossWindowShape,
+    CrossWindowVariant,
     FinishReason,
     OnProgress,
     ProgressEvent,
-    SourceShape,
-    SourceVariant,
 )
 from staticllm.errors import DeviceError, ModelError, pipeline_closed
 
@@ -27,19 +27,19 @@ from ..engine.client import EngineClient, UserProcessors
 from ..engine.job_engine import JobEngine
 from ..engine.jobs import JobHost
 from ..engine.request import EngineRequest, Finished, TokenOutput
-from ..engine.source_jobs import AlignmentJobs, SourceJobs
+from ..engine.window_jobs import AlignmentJobs, WindowJobs
 from ..launch.arguments import Candidate
 from ..launch.engine import Launched, launch
 from ..loading.kind import Loaded
 from ..loading.load import load_job
-from ..programs.source_runner import AlignmentRunner, SourceRunner
+from ..programs.window_runner import AlignmentRunner, WindowRunner
 from ..scheduling.interface import OWN_BOUND, Policy, TokenBound
 from .speech_files import SpeechFiles
 from .speech_jobs import Heads, speech_jobs
 from .transcription_watch import Cancellation
 
-LoadedAlignment: TypeAlias = Loaded[SourceVariant, AlignmentShape, AlignmentRunner]
-LoadedEncoder: TypeAlias = Loaded[SourceVariant, SourceShape, SourceRunner]
+LoadedAlignment: TypeAlias = Loaded[CrossWindowVariant, AlignmentShape, AlignmentRunner]
+LoadedEncoder: TypeAlias = Loaded[CrossWindowVariant, CrossWindowShape, WindowRunner]
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,19 @@ class Chosen:
     sampling_seconds: float
 
 
-class Sources(Protocol):
-    """Hears windows: ``SourceJobs``, or a daemon for this program."""
+class WindowEncoder(Protocol):
+    """Encodes windows: ``WindowJobs``, or a daemon for this program."""
 
     @property
     def seconds(self) -> float:
         """The seconds of device time that a window takes."""
         ...
 
-    def hear(self, features: NDArray[np.float32], priority: int = 0) -> Future[int]:
+    def encode(self, features: NDArray[np.float32], priority: int = 0) -> Future[int]:
         """Return the future number of a window, ``features [bands, columns]``; ``remove`` must follow once it is there."""
         ...
 
-    def remove(self, source: int) -> None:
+    def remove(self, window: int) -> None:
         """Give the place of a window to the next one, once the requests that see it have ended."""
         ...
 
@@ -73,8 +73,8 @@ class Sources(Protocol):
 class Alignments(Protocol):
     """Finds what texts look at: ``AlignmentJobs``, or a daemon for this program."""
 
-    def align(self, source: int, tokens: Sequence[int], priority: int = 0) -> Future[NDArray[np.float32]]:
-        """Return the future weights ``[heads, tokens, source_len]`` of a text about a window that was heard."""
+    def align(self, window: int, tokens: Sequence[int], priority: int = 0) -> Future[NDArray[np.float32]]:
+        """Return the future weights ``[heads, tokens, cross_window_len]`` of a text about a window that was encoded."""
         ...
 
 
@@ -96,29 +96,29 @@ class LaunchedDecoder(Protocol):
 
 
 class Window:
-    """A window that was heard: requests of the engine see it until ``SpeechModel.hear`` ends."""
+    """A window that was encoded: requests of the engine see it until ``SpeechModel.encode`` ends."""
 
     def __init__(
         self,
         engine: EngineClient,
-        source: int,
+        window: int,
         seconds: float,
         cancellation: Cancellation,
         alignment: Alignments | None = None,
     ) -> None:
         self._engine = engine
-        self._source = source
+        self._window = window
         self._cancellation = cancellation
         self._alignment = alignment
         self.encode_seconds = seconds
 
     def align(self, tokens: Sequence[int], priority: int = 0) -> NDArray[np.float32]:
-        """Return which frames a text looks at: the weights ``[heads, tokens, source_len]`` of the alignment heads.
+        """Return which frames a text looks at: the weights ``[heads, tokens, cross_window_len]`` of the alignment heads.
 
         Raises ``ClosedError``, ``DeviceError`` and ``concurrent.futures.CancelledError``.
         """
         assert self._alignment is not None, "loaded without alignment heads"
-        found = self._alignment.align(self._source, tokens, priority)
+        found = self._alignment.align(self._window, tokens, priority)
         with self._cancellation.ending(found.cancel):
             return found.result()
 
@@ -127,7 +127,7 @@ class Window:
 
         ``processors``: the logits processors that the user made. Raises ``BusyError``, ``ClosedError`` and what ends the request.
         """
-        request = replace(request, source=self._source)
+        request = replace(request, cross_window=self._window)
         queue = self._engine.submit(request, processors=processors)
         has_ended = False
         try:
@@ -151,7 +151,7 @@ class Window:
 
 
 class SpeechModel:
-    """The loaded programs of a speech model. Any thread may call ``hear``; the engine serves all windows together.
+    """The loaded programs of a speech model. Any thread may call ``encode``; the engine serves all windows together.
 
     ``own_host``: the host of the engine that is closed with it; None if others own the host. ``on_close`` is called first when it
     is closed.
@@ -161,7 +161,7 @@ class SpeechModel:
         self,
         files: SpeechFiles,
         launched: LaunchedDecoder,
-        sources: Sources,
+        windows: WindowEncoder,
         features_shape: tuple[int, int],
         alignment: Alignments | None = None,
         own_host: JobEngine | None = None,
@@ -172,7 +172,7 @@ class SpeechModel:
         self.launched = launched
         self.features_shape = features_shape
         self.own_host = own_host
-        self.sources = sources
+        self.windows = windows
         self.alignment = alignment
         self._on_close = on_close
 
@@ -186,29 +186,29 @@ class SpeechModel:
         return self.launched.engine
 
     @contextmanager
-    def hear(
+    def encode(
         self,
         features: NDArray[np.float32],
         priority: int = 0,
         cancellation: Cancellation | None = None,
     ) -> Iterator[Window]:
-        """Let the device hear a window, ``[bands, columns]``, for the time of a block.
+        """Let the device encode a window, ``[bands, columns]``, for the time of a block.
 
         ``cancellation`` ends the wait for the device, and requests about the window. Raises ``ClosedError``, ``DeviceError`` and
-        ``NumericalError`` (the window cannot be heard), and ``concurrent.futures.CancelledError``.
+        ``NumericalError`` (the window cannot be encoded), and ``concurrent.futures.CancelledError``.
         """
         cancellation = cancellation or Cancellation()
-        heard = self.sources.hear(features, priority)
-        source = None
+        encoded = self.windows.encode(features, priority)
+        window = None
         try:
-            with cancellation.ending(heard.cancel):
-                source = heard.result()
-            yield Window(self.engine, source, self.sources.seconds, cancellation, self.alignment)
+            with cancellation.ending(encoded.cancel):
+                window = encoded.result()
+            yield Window(self.engine, window, self.windows.seconds, cancellation, self.alignment)
         finally:
-            if source is None and not heard.cancel():
-                heard.add_done_callback(lambda future: forget(self.sources, future))
-            elif source is not None:
-                self.sources.remove(source)
+            if window is None and not encoded.cancel():
+                encoded.add_done_callback(lambda future: remove_late(self.windows, future))
+            elif window is not None:
+                self.windows.remove(window)
 
     def close(self) -> None:
         """End all windows, and release the device. A second call does nothing."""
@@ -219,10 +219,10 @@ class SpeechModel:
             self.own_host.close()
 
 
-def forget(sources: Sources, heard: Future[int]) -> None:
-    """Remove a window that has been heard, or could not be, although it was given up."""
-    if not heard.cancelled() and heard.exception() is None:
-        sources.remove(heard.result())
+def remove_late(windows: WindowEncoder, encoded: Future[int]) -> None:
+    """Remove a window that has been encoded, or could not be, although it was given up."""
+    if not encoded.cancelled() and encoded.exception() is None:
+        windows.remove(encoded.result())
 
 
 def load_speech(
@@ -272,12 +272,12 @@ def _load_for(
     jobs = speech_jobs(files, candidate, num_windows, heads, on_progress, shares_engine=shares)
     encoder: LoadedEncoder = load_job(jobs.encoder)
     alignment: LoadedAlignment | None = None
-    own_host = None if shares else JobEngine()  # the windows that wait are heard first, and then decoded together
+    own_host = None if shares else JobEngine()  # the windows that wait are encoded first, and then decoded together
     try:
-        if encoder.programs.shape.source_len != files.source_len:
+        if encoder.programs.shape.cross_window_len != files.cross_window_len:
             raise ModelError(
-                f"config.json says max_source_positions={files.source_len}, the encoder computes "
-                f"{encoder.programs.shape.source_len} frames: they are of different models"
+                f"config.json says max_source_positions={files.cross_window_len}, the encoder computes "
+                f"{encoder.programs.shape.cross_window_len} frames: they are of different models"
             )
         if jobs.alignment is not None:
             alignment = load_job(jobs.alignment)
@@ -303,11 +303,11 @@ def _serving(
     own_host: JobEngine | None,
 ) -> SpeechModel:
     """Return the loaded programs as a model, whose encoder and alignment are jobs of the decoder's engine."""
-    sources = SourceJobs(encoder.runner, launched.engine)
-    launched.engine.add_jobs(sources)
+    windows = WindowJobs(encoder.runner, launched.engine)
+    launched.engine.add_jobs(windows)
     texts = None
     if alignment is not None:
         texts = AlignmentJobs(alignment.runner, launched.engine)
         launched.engine.add_jobs(texts)
     shape = encoder.programs.shape
-    return SpeechModel(files, launched, sources, (shape.bands, shape.columns), texts, own_host, encoder.keep_costs)
+    return SpeechModel(files, launched, windows, (shape.bands, shape.columns), texts, own_host, encoder.keep_costs)

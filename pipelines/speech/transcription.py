@@ -1,4 +1,4 @@
-"""Transcribes one recording: window after window is heard, decoded by Whisper's rules, and cut into segments."""
+"""Transcribes one recording: window after window is encoded, decoded by Whisper's rules, and cut into segments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..generation.logits_processors import copies_for
 from ..generation.options.resolve import GenerationOptions
 from ..generation.options.table import SamplingParams
 from ..generation.speech_rules import SpeechRules
-from .fall_back import HeardWindow, Verdict, best_of, may_be_silent, options_at, verdict
+from .fall_back import DecodedWindow, Verdict, best_of, may_be_silent, options_at, verdict
 from .log_mel import MelConfig, log_mel, window_of
 from .results import WhisperWordTiming
 from .segments import Segment, WindowSegments, WindowTimes, segments_of
@@ -85,7 +85,7 @@ class Transcript:
 
 @dataclass(frozen=True)
 class ParallelWindows:
-    """That a recording is cut at silences, which ``detect`` finds, and that ``count`` of its parts are heard together."""
+    """That a recording is cut at silences, which ``detect`` finds, and that ``count`` of its parts are transcribed together."""
 
     count: int
     detect: Detector
@@ -118,19 +118,19 @@ class _Run:
 
 
 @dataclass(frozen=True)
-class _Heard:
+class _TranscribedPart:
     """What was said in a part of a recording, and its windows."""
 
     found: Transcript
     windows: list[WindowHeard]
 
 
-def _tell(heard: _Heard, run: _Run) -> None:
+def _tell(part: _TranscribedPart, run: _Run) -> None:
     """Add a part to the transcription of the whole, and tell its caller."""
-    run.found.add(heard.found)
-    if heard.found.tokens and not run.watch.on_tokens(heard.found.tokens):
+    run.found.add(part.found)
+    if part.found.tokens and not run.watch.on_tokens(part.found.tokens):
         run.found.is_cancelled = True
-    for window in heard.windows:
+    for window in part.windows:
         run.watch.on_window(window)
 
 
@@ -166,8 +166,8 @@ class Transcriber:
         """Return what is said in a recording, ``[n]`` samples in [-1, 1] at the model's rate.
 
         A recording of more than one window always gets timestamps, because they say where the next window begins. Of one that
-        was cancelled, what was heard so far is returned. ``parallel``: windows begin where there is silence, and are heard
-        together; without it, each begins where the one before it ended.
+        was cancelled, what was transcribed so far is returned. ``parallel``: windows begin where there is silence, and are
+        transcribed together; without it, each begins where the one before it ended.
 
         Raises ``ClosedError``, ``DeviceError``, ``NumericalError``, ``BusyError``.
         """
@@ -189,10 +189,10 @@ class Transcriber:
         run = _Run(options, has_timestamps, priority, watch, context, 0, end, seconds, found, stops)
         found.language = options.language or NO_LANGUAGE
         if parallel is None:
-            return self._hear(features, run)
+            return self._transcribe(features, run)
         parts = windows_as_found(samples, parallel.detect, self._mel.window_samples, watch.cancellation.check)
         try:
-            self._hear_together(features, run, parts, parallel.count)
+            self._transcribe_together(features, run, parts, parallel.count)
         except CancelledError:
             if not watch.cancellation.is_cancelled:  # a function of the caller raised it
                 raise
@@ -202,13 +202,13 @@ class Transcriber:
     def _end_frame(self, num_frames: int, num_samples: int, options: WhisperOptions) -> int:
         """Return the frame before which the recording ends. The model hears zeros after it.
 
-        Where silence is to be found, it is heard as by openai-whisper and faster-whisper, for which the thresholds were chosen:
+        Where silence is to be found, it is treated as by openai-whisper and faster-whisper, for which the thresholds were chosen:
         zeros follow its last frame. Else, as by GenAI and transformers, silence follows a recording of less than a window.
         """
-        heard = -(-num_samples // self._mel.hop_length) if options.fall_back.finds_silence else num_frames
-        return max(1, min(heard, num_frames))
+        end = -(-num_samples // self._mel.hop_length) if options.fall_back.finds_silence else num_frames
+        return max(1, min(end, num_frames))
 
-    def _hear(self, features: NDArray[np.float32], run: _Run) -> Transcript:
+    def _transcribe(self, features: NDArray[np.float32], run: _Run) -> Transcript:
         """Add what is said from the start of a run to its end, window after window, and return what was found."""
         start = run.start
         while start < run.end and not run.found.is_cancelled:
@@ -221,21 +221,23 @@ class Transcriber:
                 run.found.is_cancelled = True
         return run.found
 
-    def _hear_together(self, features: NDArray[np.float32], run: _Run, parts: Iterable[Interval], count: int) -> None:
-        """Add what is said in parts of a recording, of which ``count`` are heard together. They are told in their order.
+    def _transcribe_together(
+        self, features: NDArray[np.float32], run: _Run, parts: Iterable[Interval], count: int
+    ) -> None:
+        """Add what is said in parts of a recording, of which ``count`` are transcribed together. They are told in their order.
 
-        The first ones are heard while later ones are looked for. The first one finds the language, if it is not given. An error
-        in one of them ends the others.
+        The first ones are transcribed while later ones are looked for. The first one finds the language, if it is not given. An
+        error in one of them ends the others.
         """
         cancellation = Cancellation()
-        futures = deque[Future[_Heard]]()  # of the parts that are not told yet
+        futures = deque[Future[_TranscribedPart]]()  # of the parts that are not told yet
         with (
             ThreadPool(count, "staticllm-window") as pool,
             run.watch.cancellation.ending(cancellation.cancel),
         ):
             try:
                 for index, part in enumerate(parts):
-                    futures.append(pool.submit(self._hear_part, features, run, part, cancellation, index == 0))
+                    futures.append(pool.submit(self._transcribe_part, features, run, part, cancellation, index == 0))
                     if index == 0 and run.options.language is None and run.options.tokens.is_multilingual:
                         run.found.language = futures[0].result().found.language
                     while futures and futures[0].done() and not run.found.is_cancelled:
@@ -249,9 +251,9 @@ class Transcriber:
                 for future in futures:
                     future.cancel()
 
-    def _hear_part(
+    def _transcribe_part(
         self, features: NDArray[np.float32], run: _Run, part: Interval, cancellation: Cancellation, is_first: bool
-    ) -> _Heard:
+    ) -> _TranscribedPart:
         """Return what is said in a part of a recording."""
         windows: list[WindowHeard] = []
         watch = TranscriptionWatch(on_window=windows.append, cancellation=cancellation)
@@ -260,14 +262,14 @@ class Transcriber:
         seconds = part.end / self._mel.sampling_rate
         found = Transcript(run.found.language)
         own = replace(run, watch=watch, start=start, end=end, seconds=seconds, is_first=is_first, found=found)
-        return _Heard(self._hear(features, own), windows)
+        return _TranscribedPart(self._transcribe(features, own), windows)
 
     def _window(self, features: NDArray[np.float32], start: int, run: _Run) -> int:
         """Add the text of the window that begins at frame ``start``, and return the frames to the next one."""
         found = run.found
         options = run.options
         watch = run.watch
-        with self._model.hear(features, run.priority, cancellation=watch.cancellation) as window:
+        with self._model.encode(features, run.priority, cancellation=watch.cancellation) as window:
             found.timings.encode.append(window.encode_seconds)
             is_first = run.is_first and start == run.start
             if is_first and options.language is None:
@@ -276,37 +278,37 @@ class Transcriber:
                 run.context, options, found.language, is_first, run.has_timestamps, self._model.files.max_positions
             )
             decoded = self._decode_well(window, prompt, run)
-            heard = self._kept(decoded.tokens, start, run)
+            kept = self._kept(decoded.tokens, start, run)
             if options.word_timestamps:
-                self._find_words(window, heard, start, run)
-        found.segments += heard.segments
-        found.tokens += heard.text
-        untold = heard.text[decoded.num_told :]
+                self._find_words(window, kept, start, run)
+        found.segments += kept.segments
+        found.tokens += kept.text
+        untold = kept.text[decoded.num_told :]
         if untold and not found.is_cancelled and not watch.on_tokens(untold):
             found.is_cancelled = True
         watch.on_window(
             WindowHeard(
-                seconds=self._end_of(heard, start, run),
+                seconds=self._end_of(kept, start, run),
                 start=start / self._mel.frames_per_second,
-                segments=heard.segments,
+                segments=kept.segments,
                 avg_logprob=decoded.mean_log_probability,
                 temperature=decoded.temperature,
                 no_speech_prob=decoded.no_speech,
             )
         )
-        return heard.advance
+        return kept.advance
 
     def _kept(self, tokens: Sequence[int], start: int, run: _Run) -> WindowSegments:
         """Return what is kept of the tokens of the window that begins at frame ``start``."""
         own = run.options.tokens
         if not run.has_timestamps:
             return WindowSegments(advance=run.end - start, text=tuple(text_tokens_of(tokens, own)))
-        times = WindowTimes.of(own, self._mel, self._model.files.source_len)
+        times = WindowTimes.of(own, self._mel, self._model.files.cross_window_len)
         return segments_of(tokens, times, start / self._mel.frames_per_second, run.seconds)
 
-    def _end_of(self, heard: WindowSegments, start: int, run: _Run) -> float:
+    def _end_of(self, kept: WindowSegments, start: int, run: _Run) -> float:
         """Return the second of the recording at which a window ends that begins at frame ``start``."""
-        return min((start + heard.advance) / self._mel.frames_per_second, run.seconds)
+        return min((start + kept.advance) / self._mel.frames_per_second, run.seconds)
 
     def _language(self, window: Window, options: WhisperOptions, run: _Run) -> str:
         if not options.tokens.is_multilingual:
@@ -314,7 +316,7 @@ class Transcriber:
         tokens = options.tokens
         return language_of(self._first(window, (tokens.decoder_start,), language_rules(tokens), run).id, tokens)
 
-    def _find_words(self, window: Window, heard: WindowSegments, start: int, run: _Run) -> None:
+    def _find_words(self, window: Window, kept: WindowSegments, start: int, run: _Run) -> None:
         """Add the words of the window that begins at frame ``start``: those of its text, as openai-whisper (GenAI also has those
         of the text that the next window says again). Frames after the end of the recording are not looked at.
 
@@ -324,38 +326,38 @@ class Transcriber:
         own = run.options.tokens
         begin = start_tokens(own, run.found.language, run.options.task)
         num_marks = len(alignment_tokens(begin, (), own))
-        text = heard.text[: self._model.files.max_positions - num_marks]
+        text = kept.text[: self._model.files.max_positions - num_marks]
         if not text:
             return
         weights = window.align(alignment_tokens(begin, text, own), run.priority)
         clock = time.perf_counter()
-        times = WindowTimes.of(own, self._mel, self._model.files.source_len)
+        times = WindowTimes.of(own, self._mel, self._model.files.cross_window_len)
         num_frames = min(int(run.seconds * self._mel.frames_per_second) - start, self._mel.window_frames)
         starts = token_starts(weights, len(begin), num_frames // times.frames_per_token)
         offset = start / self._mel.frames_per_second
-        end = self._end_of(heard, start, run)
+        end = self._end_of(kept, start, run)
         run.found.words += words_of(
-            heard.text, starts, self._decode_text, run.found.language, offset, end, times.seconds_per_token
+            kept.text, starts, self._decode_text, run.found.language, offset, end, times.seconds_per_token
         )
         run.found.timings.words += time.perf_counter() - clock
 
-    def _decode_well(self, window: Window, prompt: WindowPrompt, run: _Run) -> HeardWindow:
+    def _decode_well(self, window: Window, prompt: WindowPrompt, run: _Run) -> DecodedWindow:
         """Return the tokens of a window at the first temperature whose text is good; none if there is no speech in it."""
         options = run.options
         params = options.fall_back
         vocab_size = self._model.launched.vocab_size
         no_speech = None if params.no_speech_threshold is None else self._no_speech(window, prompt, run)
-        tried: list[HeardWindow] = []
+        tried: list[DecodedWindow] = []
         for temperature in params.temperatures:
             own = options_at(options.generation, temperature)
-            heard = self._decode(window, prompt, own, run, run.is_certain(no_speech))
-            heard = replace(heard, no_speech=no_speech, temperature=temperature)
-            found_verdict = verdict(heard, params, vocab_size)
+            decoded = self._decode(window, prompt, own, run, run.is_certain(no_speech))
+            decoded = replace(decoded, no_speech=no_speech, temperature=temperature)
+            found_verdict = verdict(decoded, params, vocab_size)
             if found_verdict is Verdict.SILENCE:
-                return replace(heard, tokens=())
+                return replace(decoded, tokens=())
             if found_verdict is not Verdict.AGAIN or run.found.is_cancelled:
-                return heard
-            tried.append(heard)
+                return decoded
+            tried.append(decoded)
         return best_of(tried, params, vocab_size)
 
     def _no_speech(self, window: Window, prompt: WindowPrompt, run: _Run) -> float:
@@ -373,7 +375,7 @@ class Transcriber:
 
     def _decode(
         self, window: Window, prompt: WindowPrompt, generation: GenerationOptions, run: _Run, is_certain: bool
-    ) -> HeardWindow:
+    ) -> DecodedWindow:
         """Return the tokens of a window, without its end. ``is_certain``: whether the caller gets its text as it is chosen."""
         end = run.options.tokens.eos
         tokens: list[int] = []
@@ -399,7 +401,7 @@ class Transcriber:
                     tokens = certain
                     break
         run.watch.cancellation.check()
-        return HeardWindow(tokens, logprobs, num_told=num_told)
+        return DecodedWindow(tokens, logprobs, num_told=num_told)
 
     def _request(self, prompt: WindowPrompt, generation: GenerationOptions, run: _Run) -> EngineRequest:
         """Return the request for the text of a window."""

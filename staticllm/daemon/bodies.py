@@ -20,7 +20,7 @@ Name = Annotated[str, Meta(max_length=128, pattern=_NO_ZERO)]
 Priority = Annotated[int, Meta(ge=0, le=2 * MAX_PRIORITY)]
 """A priority plus ``MAX_PRIORITY``."""
 Number = Annotated[int, Meta(ge=0, le=1 << 62)]
-SourceNumber = Annotated[int, Meta(ge=1, le=1 << 62)]
+WindowNumber = Annotated[int, Meta(ge=1, le=1 << 62)]
 SmallNumber = Annotated[int, Meta(ge=0, le=1 << 16)]
 RequestPriority = Annotated[int, Meta(ge=-MAX_REQUEST_PRIORITY, le=MAX_REQUEST_PRIORITY)]
 Properties = Annotated[dict[str, Any], Meta(max_length=64)]
@@ -117,33 +117,33 @@ class State(Struct):
 
 
 class Submit(Struct):
-    """The fields of an ``EngineRequest``, and the client's number of the source that it sees; 0 without one."""
+    """The fields of an ``EngineRequest``, and the client's number of the window that it sees; 0 without one."""
 
     request: dict[str, Any]
-    source: Number = 0
+    window: Number = 0
 
 
-class Hear(Struct):
-    """Bands of a window, from ``first`` on. ``source``: the client's number of it; ``forget``: those of windows that ended."""
+class Encode(Struct):
+    """Bands of a window, from ``first`` on. ``window``: the client's number of it; ``released``: those of windows that ended."""
 
-    source: SourceNumber
+    window: WindowNumber
     first: SmallNumber
     priority: RequestPriority = 0
-    forget: Annotated[list[SourceNumber], Meta(max_length=64)] = []
+    released: Annotated[list[WindowNumber], Meta(max_length=64)] = []
 
 
 class Align(Struct):
-    """A text about a source."""
+    """A text about a window."""
 
-    source: SourceNumber
+    window: WindowNumber
     tokens: Annotated[list[int], Meta(min_length=1, max_length=1 << 16)]
     priority: RequestPriority = 0
 
 
-class Forget(Struct):
-    """A source."""
+class ReleaseWindow(Struct):
+    """A window."""
 
-    source: SourceNumber
+    window: WindowNumber
 
 
 class Cancel(Struct):

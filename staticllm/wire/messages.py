@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import IO, Any
 
-PROTOCOL = 10
+PROTOCOL = 11
 """The version of the messages; client and daemon must have the same."""
 MAX_PRIORITY = 100
 """Priorities are from ``-MAX_PRIORITY`` to ``MAX_PRIORITY``; messages hold their sum with ``MAX_PRIORITY``."""
@@ -63,7 +63,7 @@ class Kind(IntEnum):
     PROFILE = 18  # handle: request -> OK: nodes
     EXPORT = 19  # handle: model -> OK: path
     HINT = 20  # priority -> OK
-    SUBMIT = 21  # handle: model; number of the request; request, source -> OK, and then OUTPUT, OUTPUT, …
+    SUBMIT = 21  # handle: model; number of the request; request, window -> OK, and then OUTPUT, OUTPUT, …
     OUTPUT = 22  # number of the request; outputs; flag LAST when the request has ended
     CANCEL = 23  # request, index, reason -> OK
     STATS = 24  # -> OK: the daemon's statistics; of: engine, or of: calls with after, handle: model -> OK: those of its engine
@@ -72,9 +72,11 @@ class Kind(IntEnum):
     TRACE = 28  # action: begin -> OK; action: end, path -> OK: events
     SNAPSHOT = 27  # handle: model; action, path, identity, key, tokens -> OK: tokens
     CLAIM = 29  # handle: model; session, tokens, adapters -> OK
-    HEAR = 30  # handle: model; source, first, priority, forget, a tensor: bands of a window -> OK; when it was heard
-    ALIGN = 31  # handle: model; source, tokens, priority -> DONE
-    FORGET = 32  # source -> OK
+    ENCODE = (
+        30  # handle: model; window, first, priority, released, a tensor: bands of the window -> OK; when it was encoded
+    )
+    ALIGN = 31  # handle: model; window, tokens, priority -> DONE
+    RELEASE_WINDOW = 32  # window -> OK
 
 
 _KINDS = {int(kind): kind for kind in Kind}

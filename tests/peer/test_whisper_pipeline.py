@@ -201,7 +201,7 @@ def test_streams_pass_the_text_and_may_stop(ours, recorded):
         ours.generate(recorded[0], streamer=fail)
     assert str(ours.generate(recorded[0])) == whole
     ours.engine.run_between_steps(lambda: None)
-    assert ours.engine.runner.cache.cross.num_free == ours.engine.runner.cache.cross.num_sources
+    assert ours.engine.runner.cache.cross.num_free == ours.engine.runner.cache.cross.num_cross_windows
 
 
 def test_results_and_timings_have_genais_attributes(ours, theirs, recorded):

@@ -14,9 +14,9 @@ from staticllm.children.answers import failed, refused
 from staticllm.daemon import bodies
 from staticllm.daemon.bodies import read_body
 from staticllm.daemon.clients.blocks import TensorSender
+from staticllm.daemon.clients.client_windows import WindowHandlers
 from staticllm.daemon.clients.session import Session
-from staticllm.daemon.clients.sources import SourceHandlers
-from staticllm.daemon.clients.streams import OutputStream, SourceNumbers
+from staticllm.daemon.clients.streams import OutputStream, WindowNumbers
 from staticllm.daemon.infer_request import Array, InferRequest
 from staticllm.daemon.models.client_models import directory_origin_of, origin_of
 from staticllm.daemon.sharing.devices import Timeline
@@ -169,10 +169,10 @@ class RequestHandlers:
         self._channel = channel
         self._send_lock = lock
         self._stream: OutputStream | None = None
-        self._sources = SourceHandlers(session, channel, self._opened)
+        self._windows = WindowHandlers(session, channel, self._opened)
         self.handlers: Handlers = {
             Kind.SUBMIT: self._submit, Kind.CANCEL: self._cancel, Kind.SNAPSHOT: self._snapshot, Kind.CLAIM: self._claim,
-            **self._sources.handlers,
+            **self._windows.handlers,
         }  # fmt: skip
 
     def stop(self) -> None:
@@ -181,8 +181,8 @@ class RequestHandlers:
             self._stream.stop()
 
     def close(self) -> None:
-        """Cancel all requests, give their sources back, and end the thread of their outputs."""
-        self._sources.close()
+        """Cancel all requests, give their windows back, and end the thread of their outputs."""
+        self._windows.close()
         if self._stream is not None:
             self._session.follow(self._stream, None)
             self._stream.close()
@@ -190,9 +190,9 @@ class RequestHandlers:
     def _submit(self, message: Message) -> Message:
         asked = read_body(message, bodies.Submit)
         model = self._session.language_model(message.handle)
-        model.check_source(asked.source)
-        source = SourceNumbers(asked.source, self._sources.number_of(asked.source, model))
-        times = self._opened().submit(model, message.number, asked.request, source)
+        model.check_window(asked.window)
+        window = WindowNumbers(asked.window, self._windows.number_of(asked.window, model))
+        times = self._opened().submit(model, message.number, asked.request, window)
         return Message(Kind.OK, body={"grammar": None if times is None else asdict(times)})
 
     def _opened(self) -> OutputStream:

@@ -62,7 +62,7 @@ class Session:
         self._claiming: dict[int, LanguageModel] = {}  # those with claims of this client, by handle
         self._handles = count(1)
         self._num_requests = 0
-        self._num_sources: dict[int, int] = {}  # by the model's number
+        self._num_cross_windows: dict[int, int] = {}  # by the model's number
         self._block_bytes = 0
         self._lock = threading.Lock()
         self._is_closed = False
@@ -186,17 +186,17 @@ class Session:
                 )
             self._num_requests += change
 
-    def count_source(self, model: int, change: int, limit: int) -> None:
-        """Count a source of a model that is added (1) or removed (-1).
+    def count_window(self, model: int, change: int, limit: int) -> None:
+        """Count a window of a model that is added (1) or removed (-1).
 
         Raises:
             BusyError: the client has too many.
         """
         with self._lock:
-            count = self._num_sources.get(model, 0)
+            count = self._num_cross_windows.get(model, 0)
             if count + change > limit:
-                raise BusyError(f"this program has {count} windows of the model, the limit is {limit}: forget one")
-            self._num_sources[model] = count + change
+                raise BusyError(f"this program has {count} windows of the model, the limit is {limit}: release one")
+            self._num_cross_windows[model] = count + change
 
     def count_block(self, change: int) -> None:
         """Count the bytes of shared memory that are added or, if negative, freed. Raises ``BusyError``."""

@@ -30,14 +30,14 @@ MAX_BACKLOG = 1 << 16
 """The most outputs that wait for a client to read; beyond them its requests are cancelled."""
 
 
-class SourceNumbers(NamedTuple):
-    """A source that a request sees: the client's number of it, and the engine's; 0 without one."""
+class WindowNumbers(NamedTuple):
+    """A window that a request sees: the client's number of it, and the engine's; 0 without one."""
 
     of_client: int = 0
     of_engine: int = 0
 
 
-NO_SOURCE = SourceNumbers()
+NO_WINDOW = WindowNumbers()
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Answer:
 class Running:
     """A request that has not ended: its model, our number of it, the priority that it asked for, and the answers left.
 
-    ``source``: the client's number of the source that it sees; 0 without one.
+    ``window``: the client's number of the window that it sees; 0 without one.
     """
 
     model: LanguageModel
     id: int
-    source: int
+    window: int
     priority: int
     num_left: int
     submitted: float
@@ -79,11 +79,11 @@ class OutputStream:
         self._thread = start_thread(self._run, "staticllm-stream")
 
     def submit(
-        self, model: LanguageModel, number: int, values: Mapping[str, Any], source: SourceNumbers = NO_SOURCE
+        self, model: LanguageModel, number: int, values: Mapping[str, Any], window: WindowNumbers = NO_WINDOW
     ) -> CompileTimes | None:
         """Submit a request of the client; its outputs follow under the client's own ``number``.
 
-        ``source``: the one that the request sees. Return what its grammar took to compile; None without one.
+        ``window``: the one that the request sees. Return what its grammar took to compile; None without one.
 
         Raises:
             BusyError: the client or the engine has too many requests.
@@ -93,7 +93,7 @@ class OutputStream:
             raise BusyError(f"this program has {MAX_RUNNING} requests that have not ended: wait for one")
         if number in self._running:
             raise BusyError(f"request {number} has not ended")
-        request = replace(model.request_of(values), source=source.of_engine)
+        request = replace(model.request_of(values), cross_window=window.of_engine)
         asked = request.priority
         session = self._session
         priority = session.priority
@@ -101,7 +101,7 @@ class OutputStream:
         outputs = OutputQueue()
         outputs.add_listener(lambda output: self._add(number, output))
         self._running[number] = Running(
-            model, request.id, source.of_client, asked, request.num_sequences, time.perf_counter()
+            model, request.id, window.of_client, asked, request.num_sequences, time.perf_counter()
         )
         try:
             model.engine.submit(request, outputs)
@@ -117,10 +117,10 @@ class OutputStream:
         if (found := self._running.get(number)) is not None:
             found.model.engine.cancel(found.id, index, reason)
 
-    def cancel_about(self, source: int) -> None:
-        """End the requests that see a source of the client."""
+    def cancel_about(self, window: int) -> None:
+        """End the requests that see a window of the client."""
         for each in tuple(self._running.values()):
-            if each.source == source:
+            if each.window == window:
                 each.model.engine.cancel(each.id)
 
     def answer(self, answer: Answer) -> None:

@@ -66,10 +66,10 @@ class LanguageModel:
             raise PromptError(f"a prompt of {len(ids)} ids: must be 1 to {limit} ids from 0 to {last}")
         return request
 
-    def check_source(self, source: int) -> None:
-        """Check whether a request may see a source; 0 is none. Raises ``PromptError``."""
-        if source:
-            raise PromptError("the request names a source, and the model is no speech model")
+    def check_window(self, window: int) -> None:
+        """Check whether a request may see a window; 0 is none. Raises ``PromptError``."""
+        if window:
+            raise PromptError("the request names a window, and the model is no speech model")
 
     def are_tokens(self, ids: Sequence[object]) -> bool:
         """Return whether all ids are tokens of the model."""

@@ -15,12 +15,12 @@ from staticllm.daemon.models.client_models import SpeechOrigin
 from staticllm.daemon.models.language_model import LanguageModel
 from staticllm.daemon.sharing.devices import Devices
 from staticllm.errors import ConfigError, PromptError
-from staticllm.pipelines.engine.source_jobs import AlignmentJobs, SourceJobs
+from staticllm.pipelines.engine.window_jobs import AlignmentJobs, WindowJobs
 from staticllm.pipelines.launch.engine import Launched
 from staticllm.pipelines.scheduling.interface import SHARED_BOUND
 from staticllm.pipelines.scheduling.planner import make_policy
 from staticllm.pipelines.speech.speech_files import speech_files
-from staticllm.pipelines.speech.speech_model import SpeechModel, forget, load_speech
+from staticllm.pipelines.speech.speech_model import SpeechModel, load_speech, remove_late
 
 
 class SpeechService(LanguageModel):
@@ -28,10 +28,10 @@ class SpeechService(LanguageModel):
 
     def __init__(self, id: int, model: SpeechModel, devices: Devices, num_bytes: int = 0) -> None:
         assert isinstance(model.launched, Launched), "it was loaded in this process"
-        assert isinstance(model.sources, SourceJobs)
+        assert isinstance(model.windows, WindowJobs)
         super().__init__(id, model.launched, devices, num_bytes)
         self._model = model
-        self._sources = model.sources
+        self._windows = model.windows
 
     @property
     def features_shape(self) -> tuple[int, int]:
@@ -41,41 +41,41 @@ class SpeechService(LanguageModel):
     @property
     def seconds(self) -> float:
         """The seconds of device time that a window takes."""
-        return self._sources.seconds
+        return self._windows.seconds
 
     @property
-    def num_sources(self) -> int:
-        """The number of sources that one client may have: all but one, so that other clients have a place."""
-        sources = self.launched.config.sources
-        assert sources is not None, "load_speech sets them"
-        return max(1, sources.num_sources - 1)
+    def num_cross_windows(self) -> int:
+        """The number of windows that one client may have: all but one, so that other clients have a place."""
+        windows = self.launched.config.cross_windows
+        assert windows is not None, "load_speech sets them"
+        return max(1, windows.num_cross_windows - 1)
 
     def describe(self) -> dict[str, Any]:
         bands, columns = self.features_shape
-        return {**super().describe(), "num_sources": self.num_sources, "bands": bands, "columns": columns}
+        return {**super().describe(), "num_cross_windows": self.num_cross_windows, "bands": bands, "columns": columns}
 
-    def check_source(self, source: int) -> None:
-        if not source:
-            raise PromptError("the request has no source, or its source was removed")
+    def check_window(self, window: int) -> None:
+        if not window:
+            raise PromptError("the request has no window, or its window was removed")
 
-    def hear(self, features: NDArray[np.float32], priority: int, owner: int) -> Future[int]:
-        """Return the future number of a source, for which a client pays; ``give_up`` must follow.
+    def encode(self, features: NDArray[np.float32], priority: int, owner: int) -> Future[int]:
+        """Return the future number of a window, for which a client pays; ``give_up`` must follow.
 
         Raises ``PromptError`` (the features are not finite) and ``ClosedError``.
         """
         if not np.isfinite(features).all():
             raise PromptError("the features of a window are not finite: check the sound")
-        heard = self._sources.hear(features, priority, owner=owner)
+        encoded = self._windows.encode(features, priority, owner=owner)
         self.engine.hurry(priority, owner)
-        return heard
+        return encoded
 
-    def give_up(self, heard: Future[int]) -> None:
-        """Remove a source, or give it up if it is not there yet."""
-        if not heard.cancel():
-            heard.add_done_callback(lambda future: forget(self._sources, future))
+    def give_up(self, encoded: Future[int]) -> None:
+        """Remove a window, or give it up if it is not there yet."""
+        if not encoded.cancel():
+            encoded.add_done_callback(lambda future: remove_late(self._windows, future))
 
-    def align(self, source: int, tokens: Sequence[int], priority: int, owner: int) -> Future[NDArray[np.float32]]:
-        """Return the future weights ``[heads, tokens, source_len]`` of a text about a source, for which a client pays.
+    def align(self, window: int, tokens: Sequence[int], priority: int, owner: int) -> Future[NDArray[np.float32]]:
+        """Return the future weights ``[heads, tokens, cross_window_len]`` of a text about a window, for which a client pays.
 
         Raises ``ConfigError`` (the model was loaded without heads), ``PromptError`` (tokens are wrong) and ``ClosedError``.
         """
@@ -86,12 +86,12 @@ class SpeechService(LanguageModel):
         if not 0 < len(tokens) <= most or not self.are_tokens(tokens):
             last = self.launched.vocab_size - 1
             raise PromptError(f"a text of {len(tokens)} ids: must be 1 to {most} ids from 0 to {last}")
-        found = alignment.align(source, tokens, priority, owner)
+        found = alignment.align(window, tokens, priority, owner)
         self.engine.hurry(priority, owner)
         return found
 
     def snapshot(self, asked: Snapshot) -> int:
-        """Raise an error: keys and values of a speech model are about a source. Raises ``ConfigError``."""
+        """Raise an error: keys and values of a speech model are about a window. Raises ``ConfigError``."""
         raise ConfigError("a speech model has no snapshots")
 
     def claim(self, client: str, asked: Claim) -> None:

@@ -49,12 +49,12 @@ class PackedKind(DecoderKind):
 
     compiles_in_background = False
 
-    def lower(self, job: DecoderJob, source: OpenedModel, start: StartWith) -> DecoderPlan:
+    def lower(self, job: DecoderJob, opened: OpenedModel, start: StartWith) -> DecoderPlan:
         """Lower the model and add variants with all logits.
 
         Raises ``UnsupportedModelError`` also for recurrent states, and for RoPE factors that the length of each call decides.
         """
-        plan = super().lower(job, source, "all programs")
+        plan = super().lower(job, opened, "all programs")
         if plan.lowered.shape.needs_real_rows:
             raise UnsupportedModelError("packed", "it has recurrent states, which cannot be shared or cut")
         if plan.lowered.shape.rope_limits:

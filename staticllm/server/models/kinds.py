@@ -33,7 +33,7 @@ from staticllm.pipelines.launch.arguments import resolve_candidates
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.loading.decoder_kind import DecoderKind, job_of
 from staticllm.pipelines.loading.kind import LoadJob
-from staticllm.pipelines.loading.source_kind import SourceKind
+from staticllm.pipelines.loading.window_kind import WindowKind
 from staticllm.pipelines.speech.speech_files import DECODER, ENCODER, speech_files
 from staticllm.pipelines.speech.speech_jobs import (
     MAX_WINDOWS,
@@ -259,7 +259,7 @@ class SpeechKind(ServedKind):
 
     def fits(self, model: ov.Model, directory: Path) -> bool:
         """Return whether the model is an encoder of sounds, with a decoder beside it that sees its output."""
-        return SourceKind.fits(model, directory)
+        return WindowKind.fits(model, directory)
 
     def load(self, wanted: Wanted) -> StaticWhisperPipeline:
         engines = None if wanted.daemon else wanted.engines

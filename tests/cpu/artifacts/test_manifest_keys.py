@@ -11,7 +11,17 @@ from support.helpers import EXACT, forge, one_line
 from staticllm import BlobError, StaticEmbeddingPipeline, StaticLLMPipeline, demo_model_path
 from staticllm.compiler_passes.artifacts.blob_set import MANIFEST
 from staticllm.compiler_passes.artifacts.fingerprint import bytes_digest
-from staticllm.compiler_passes.artifacts.manifest import ManifestError, _canonical, _framed, decode
+from staticllm.compiler_passes.artifacts.manifest import (
+    ManifestError,
+    _canonical,
+    _framed,
+    cost_from_json,
+    cost_to_json,
+    decode,
+    stored,
+    to_json,
+)
+from staticllm.core import CrossWindowShape, CrossWindowVariant
 
 VALUES = (None, True, 0, -1, 1 << 70, 0.5, "", "x", [], {}, [1], {"x": 1})
 
@@ -114,3 +124,19 @@ def test_a_manifest_without_a_part_is_refused(decoder_set, part):
         one_line(error)
     finally:
         (decoder_set / MANIFEST).write_bytes(whole)
+
+
+def test_sets_of_speech_keep_the_names_of_their_fields():
+    shape = CrossWindowShape(bands=4, columns=20, cross_window_len=5, states=())
+    variant = CrossWindowVariant(2)
+    assert to_json(shape) == {"bands": 4, "columns": 20, "source_len": 5, "states": ()}
+    assert cost_to_json(variant, 0.5) == {"sources": 2, "seconds": 0.5}
+    assert stored(CrossWindowShape, {**to_json(shape), "states": []}) == shape
+    assert cost_from_json(cost_to_json(variant, 0.5), CrossWindowVariant) == (variant, 0.5)
+    for kind, content in (
+        (CrossWindowShape, {"bands": 4, "columns": 20, "cross_window_len": 5, "states": []}),
+        (CrossWindowVariant, {"cross_windows": 2}),
+        (CrossWindowVariant, {"sources": 2, "cross_windows": 2}),
+    ):
+        with pytest.raises(ValueError, match=r"the field 'cross_window.* is unknown or missing"):
+            stored(kind, content)

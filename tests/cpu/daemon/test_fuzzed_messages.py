@@ -103,19 +103,19 @@ class Bodies:
         request = EngineRequest((1, 2, 3), max_new_tokens=3, rules=rules).to_dict()
         features = np.zeros((BANDS, COLUMNS), np.float32)
         parts = [
-            with_tensors(Kind.HEAR, [features], source=source, first=0, priority=1, forget=[3]) for source in (1, 2)
+            with_tensors(Kind.ENCODE, [features], window=window, first=0, priority=1, released=[3]) for window in (1, 2)
         ]
         parts += [
-            with_tensors(Kind.HEAR, [features[:2]], source=3, first=0),
-            with_tensors(Kind.HEAR, [features[2:]], source=3, first=2),
+            with_tensors(Kind.ENCODE, [features[:2]], window=3, first=0),
+            with_tensors(Kind.ENCODE, [features[2:]], window=3, first=2),
         ]
-        submits = [Message(Kind.SUBMIT, 1, 5, body={"request": request, "source": source}) for source in (1, 2, 3)]
-        aligned = Message(Kind.ALIGN, 1, 6, body={"source": 1, "tokens": [1, 2, 3], "priority": 0})
+        submits = [Message(Kind.SUBMIT, 1, 5, body={"request": request, "window": window}) for window in (1, 2, 3)]
+        aligned = Message(Kind.ALIGN, 1, 6, body={"window": 1, "tokens": [1, 2, 3], "priority": 0})
         return [
             *parts * 2,
             *submits * 2,
             *[aligned] * 3,
-            *[Message(Kind.FORGET, body={"source": n}) for n in (1, 2, 3)],
+            *[Message(Kind.RELEASE_WINDOW, body={"window": n}) for n in (1, 2, 3)],
         ]
 
 

@@ -78,7 +78,7 @@ def model_of(daemon):
 
 
 def bank_of(daemon):
-    """Return the bank of the sources of that model."""
+    """Return the bank of the windows of that model."""
     return model_of(daemon).engine.runner.cache.cross
 
 
@@ -92,7 +92,7 @@ def test_the_daemon_writes_what_a_pipeline_here_writes(daemon, directory, here):
         assert there.num_windows == here.num_windows == 4
         assert there.stats().num_requests > len(KINDS)
         bank = bank_of(daemon)
-        wait_for(lambda: bank.num_free == bank.num_sources)
+        wait_for(lambda: bank.num_free == bank.num_cross_windows)
 
 
 def test_text_is_streamed(daemon, directory, here):
@@ -120,7 +120,7 @@ def test_programs_share_a_model_and_its_calls_and_nobody_hears_another_one(daemo
         for samples, text in zip(reversed(RECORDINGS), reversed(expected), strict=True):
             assert str(first.generate(samples, **PLAIN)) == text
         bank = bank_of(daemon)
-        wait_for(lambda: bank.num_free == bank.num_sources)
+        wait_for(lambda: bank.num_free == bank.num_cross_windows)
 
 
 def test_a_chat_and_speech_share_a_device(daemon, directory, here):
@@ -139,53 +139,53 @@ def test_a_chat_and_speech_share_a_device(daemon, directory, here):
 def test_one_program_leaves_a_place_for_others(daemon, directory, here, monkeypatch):
     """Six recordings of one program at once: three windows of four are its own at most."""
     with load(directory) as greedy, load(directory) as other:
-        counts, count = [], Session.count_source
+        counts, count = [], Session.count_window
 
         def noted(session, model, *rest):
             count(session, model, *rest)
-            counts.append(session._num_sources[model])
+            counts.append(session._num_cross_windows[model])
 
-        monkeypatch.setattr(Session, "count_source", noted)
+        monkeypatch.setattr(Session, "count_window", noted)
         handles = [greedy.submit(RECORDINGS[number % 4], **PLAIN) for number in range(6)]
         texts = [str(handle.result(SECONDS)) for handle in handles]
         assert texts == [str(here.generate(RECORDINGS[number % 4], **PLAIN)) for number in range(6)]
         assert max(counts) == 3
-        held = [greedy._model.sources.hear(np.zeros((4, 20), np.float32)).result(SECONDS) for _ in range(3)]
-        waiting = greedy._model.sources.hear(np.zeros((4, 20), np.float32))
+        held = [greedy._model.windows.encode(np.zeros((4, 20), np.float32)).result(SECONDS) for _ in range(3)]
+        waiting = greedy._model.windows.encode(np.zeros((4, 20), np.float32))
         assert str(other.generate(RECORDINGS[2], **PLAIN)) == str(here.generate(RECORDINGS[2], **PLAIN))
         assert not waiting.done()
-        greedy._model.sources.remove(held[0])
-        greedy._model.sources.remove(waiting.result(SECONDS))
+        greedy._model.windows.remove(held[0])
+        greedy._model.windows.remove(waiting.result(SECONDS))
 
 
 def test_a_window_that_is_given_up_gives_its_place_back(daemon, directory, here):
     """Once while it waits for a place in this program, and once while the daemon hears it."""
     with load(directory) as there:
-        sources, features = there._model.sources, np.zeros((4, 20), np.float32)
-        held = [sources.hear(features).result(SECONDS) for _ in range(3)]
-        given_up = sources.hear(features)
+        windows, features = there._model.windows, np.zeros((4, 20), np.float32)
+        held = [windows.encode(features).result(SECONDS) for _ in range(3)]
+        given_up = windows.encode(features)
         late = there.submit(RECORDINGS[0], **PLAIN)
-        wait_for(lambda: len(sources._waiting) == 2)
+        wait_for(lambda: len(windows._waiting) == 2)
         assert given_up.cancel()
         late.cancel()
         for end in (late.result, given_up.result):
             with pytest.raises(CancelledError):
                 end(SECONDS)
-        wait_for(lambda: not sources._waiting)
+        wait_for(lambda: not windows._waiting)
         for number in held:
-            sources.remove(number)
+            windows.remove(number)
         runs, goes_on = threading.Event(), threading.Event()
-        runner = model_of(daemon)._sources._runner
-        hear = runner.run_blocks
-        runner.run_blocks = lambda *rest: (runs.set(), goes_on.wait(SECONDS), hear(*rest))[2]
-        being_heard, next_one = sources.hear(features), sources.hear(features)
+        runner = model_of(daemon)._windows._runner
+        encode = runner.run_blocks
+        runner.run_blocks = lambda *rest: (runs.set(), goes_on.wait(SECONDS), encode(*rest))[2]
+        being_encoded, next_one = windows.encode(features), windows.encode(features)
         assert runs.wait(SECONDS)
-        assert being_heard.cancel()
+        assert being_encoded.cancel()
         assert next_one.cancel()
         goes_on.set()
         bank = bank_of(daemon)
-        wait_for(lambda: bank.num_free == bank.num_sources and not sources._sources)
-        runner.run_blocks = hear
+        wait_for(lambda: bank.num_free == bank.num_cross_windows and not windows._windows)
+        runner.run_blocks = encode
         assert str(there.generate(RECORDINGS[0], **PLAIN)) == str(here.generate(RECORDINGS[0], **PLAIN))
 
 
@@ -195,7 +195,7 @@ import numpy as np
 from staticllm import StaticWhisperPipeline
 f32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 pipe = StaticWhisperPipeline(sys.argv[1], daemon=True, word_timestamps=True, **f32)
-held = [pipe._model.sources.hear(np.zeros((4, 20), np.float32)).result() for _ in range(2)]
+held = [pipe._model.windows.encode(np.zeros((4, 20), np.float32)).result() for _ in range(2)]
 def stop(text):
     print("in the middle", flush=True)
     time.sleep(1000)
@@ -211,7 +211,7 @@ def test_ctrl_c_while_a_window_begins_takes_no_place(daemon, directory, here, mo
 
         def interrupted(thread):
             start(thread)
-            if thread.name == "staticllm-remote-source":
+            if thread.name == "staticllm-remote-window":
                 raise KeyboardInterrupt
 
         monkeypatch.setattr(threading.Thread, "start", interrupted)
@@ -221,7 +221,7 @@ def test_ctrl_c_while_a_window_begins_takes_no_place(daemon, directory, here, mo
         monkeypatch.undo()
         assert str(there.submit(RECORDINGS[0], **PLAIN).result(SECONDS)) == text
         bank = bank_of(daemon)
-        wait_for(lambda: bank.num_free == bank.num_sources)
+        wait_for(lambda: bank.num_free == bank.num_cross_windows)
 
 
 def test_a_program_that_is_killed_within_a_window_leaves_nothing(daemon, directory, here, tmp_path):
@@ -234,7 +234,7 @@ def test_a_program_that_is_killed_within_a_window_leaves_nothing(daemon, directo
             assert bank.num_free == 1
             assert str(other.generate(RECORDINGS[1], **PLAIN)) == str(here.generate(RECORDINGS[1], **PLAIN))
             program.send_signal(signal.SIGTERM if os.name == "nt" else signal.SIGKILL)
-        wait_for(lambda: bank.num_free == bank.num_sources and len(daemon._sessions) == 1)
+        wait_for(lambda: bank.num_free == bank.num_cross_windows and len(daemon._sessions) == 1)
         assert model_of(daemon).engine.steps.num_requests == 0
         assert parts_of(other.generate(RECORDINGS[3])) == parts_of(here.generate(RECORDINGS[3]))
 
@@ -249,11 +249,11 @@ def test_close_ends_a_transcription_with_one_line_and_gives_no_half_text(daemon,
 
     handle = there.submit(RECORDINGS[0], on_text=on_text, **PLAIN)
     assert begun.wait(SECONDS)
-    held = [there._model.sources.hear(np.zeros((4, 20), np.float32)).result(SECONDS) for _ in range(2)]
-    waiting = there._model.sources.hear(np.zeros((4, 20), np.float32))
+    held = [there._model.windows.encode(np.zeros((4, 20), np.float32)).result(SECONDS) for _ in range(2)]
+    waiting = there._model.windows.encode(np.zeros((4, 20), np.float32))
     closing = threading.Thread(target=there.close)
     closing.start()
-    wait_for(lambda: there._model.sources._is_closed)  # or the text, of several windows, may end before
+    wait_for(lambda: there._model.windows._is_closed)  # or the text, of several windows, may end before
     goes_on.set()
     for end in (handle.result, waiting.result):
         with pytest.raises(ClosedError) as caught:
@@ -339,7 +339,7 @@ def test_a_daemon_that_is_killed_between_the_windows_or_before_the_words(killabl
 
 
 def test_several_recordings_go_on_in_the_next_daemon(killable, directory, here):
-    """More windows than it takes at a time: those with a place are heard again, the others wait."""
+    """More windows than it takes at a time: those with a place are encoded again, the others wait."""
     options = {**PLAIN, "return_timestamps": True, "num_beams": 2}
     expected = [str(here.generate(RECORDINGS[number % 4], **options)) for number in range(8)]
     with load(directory) as there:
@@ -354,19 +354,19 @@ def test_several_recordings_go_on_in_the_next_daemon(killable, directory, here):
         assert [str(handle.result(SECONDS)) for handle in handles] == expected
         assert killed.is_set()
         assert not there._model.engine._live
-        assert not there._model.sources._sources
+        assert not there._model.windows._windows
 
 
 def test_a_window_that_is_lost_twice_ends_with_one_line(killable, directory, here, monkeypatch):
-    hear = EngineConnection.hear
+    encode = EngineConnection.encode
     with load(directory) as there:
 
-        def hear_and_kill(connection, *rest):
+        def encode_and_kill(connection, *rest):
             kill(killable)
-            return hear(connection, *rest)
+            return encode(connection, *rest)
 
         with monkeypatch.context() as change:
-            change.setattr(EngineConnection, "hear", hear_and_kill)
+            change.setattr(EngineConnection, "encode", encode_and_kill)
             with pytest.raises(ProcessLostError) as caught:
                 there.generate(RECORDINGS[0])
         one_line(caught)

@@ -41,7 +41,7 @@ def detect(samples):
 
 @pytest.fixture(autouse=True)
 def use_of_it(pipe, monkeypatch):
-    """Detect as above; after each test, no source and no thread of a window may be left."""
+    """Detect as above; after each test, no window and no thread of a window may be left."""
     monkeypatch.setattr(whisper_pipeline, "voice_detector", lambda: detect)
     yield
     pipe.engine.run_between_steps(lambda: None)
@@ -64,19 +64,19 @@ def exact(window):
 @contextmanager
 def hearing(pipe, monkeypatch, before, after=lambda number: None):
     """Call ``before`` and ``after`` with the number of each window that is heard, by the order of their beginnings."""
-    hear, lock, numbers = pipe._model.hear, threading.Lock(), iter(range(1000))
+    encode, lock, numbers = pipe._model.encode, threading.Lock(), iter(range(1000))
 
     @contextmanager
     def noted(*arguments, **options):
         with lock:
             number = next(numbers)
         before(number)
-        with hear(*arguments, **options) as window:
+        with encode(*arguments, **options) as window:
             yield window
         after(number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipe._model, "hear", noted)
+        patch.setattr(pipe._model, "encode", noted)
         yield
 
 
@@ -101,13 +101,13 @@ def test_windows_leave_the_silence_out(pipe):
 
 def test_a_window_hears_nothing_of_the_next_one(pipe, monkeypatch):
     """After the end of its part there are zeros, as after the end of a recording."""
-    hear, lengths = pipe._model.hear, []
+    encode, lengths = pipe._model.encode, []
 
     def noted(features, *rest, **options):
         lengths.append(int(np.flatnonzero(features.any(axis=0)).max()) + 1)
-        return hear(features, *rest, **options)
+        return encode(features, *rest, **options)
 
-    monkeypatch.setattr(pipe._model, "hear", noted)
+    monkeypatch.setattr(pipe._model, "encode", noted)
     _, windows = heard(pipe, 1)
     starts = [round(window.start * COLUMNS) for window in windows]
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]

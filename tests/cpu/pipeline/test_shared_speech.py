@@ -80,15 +80,15 @@ def test_four_recordings_at_once_are_decoded_in_the_same_calls(directory):
     with StaticWhisperPipeline(directory, **F32) as pipe:
         texts = [str(pipe.generate(samples, language="<|en|>")) for samples in recordings]
         runner, all_wait = pipe.engine.runner, threading.Event()
-        hear = pipe._model.sources._runner.run_blocks
-        pipe._model.sources._runner.run_blocks = lambda *rest: (all_wait.wait(SECONDS), hear(*rest))[1]
+        encode = pipe._model.windows._runner.run_blocks
+        pipe._model.windows._runner.run_blocks = lambda *rest: (all_wait.wait(SECONDS), encode(*rest))[1]
         with pipe.engine.record() as trace:
             handles = [pipe.submit(samples, language="<|en|>") for samples in recordings]
-            while len(pipe._model.sources._waiting) < 3:
+            while len(pipe._model.windows._waiting) < 3:
                 time.sleep(0.001)
             all_wait.set()
             assert [str(handle.result(SECONDS)) for handle in handles] == texts
-    assert runner.cache.cross.num_sources == 4
+    assert runner.cache.cross.num_cross_windows == 4
     counts = [len(step.decode) + len(step.prefill) for step in trace.steps]
     assert sum(counts) / len(counts) > 3
     assert max(counts) == 4
@@ -97,16 +97,16 @@ def test_four_recordings_at_once_are_decoded_in_the_same_calls(directory):
 def test_a_chat_decodes_between_two_blocks_of_the_encoder(llm, speech, expected, monkeypatch):
     """A call is said to take half a second, so that no job holds two of its blocks."""
     answer = str(llm.generate(PROMPTS[0], max_new_tokens=40))
-    runner = speech._model.sources._runner
+    runner = speech._model.windows._runner
     assert runner.num_blocks > 2
     monkeypatch.setattr(runner.costs, "update", lambda variant, seconds: None)
     runner.costs.set(runner.variant, 0.5)
     first_block, goes_on = threading.Event(), threading.Event()
-    hear, begins = runner.run_blocks, []
+    encode, begins = runner.run_blocks, []
 
     def noted(features, blocks, meanwhile):
         begins.append((blocks, llm.stats().num_steps))
-        hear(features, blocks, meanwhile)
+        encode(features, blocks, meanwhile)
         first_block.set()
         assert goes_on.wait(SECONDS)
 
@@ -122,15 +122,15 @@ def test_a_chat_decodes_between_two_blocks_of_the_encoder(llm, speech, expected,
 
 
 def test_a_recording_is_given_up_between_two_blocks(speech, expected, monkeypatch):
-    runner = speech._model.sources._runner
+    runner = speech._model.windows._runner
     runner.costs.set(runner.variant, 0.5)
     is_submitted = threading.Event()
     handles, begins = [], []
-    hear = runner.run_blocks
+    encode = runner.run_blocks
 
     def cancel(features, blocks, meanwhile):
         begins.append((features.tobytes(), blocks))
-        hear(features, blocks, meanwhile)
+        encode(features, blocks, meanwhile)
         assert is_submitted.wait(SECONDS)
         handles[0].cancel()
 
@@ -147,10 +147,10 @@ def test_a_recording_is_given_up_between_two_blocks(speech, expected, monkeypatc
 @pytest.mark.parametrize(("options", "in_blocks"), [({}, True), ({"PROGRAMS": "shared"}, False)])
 def test_an_encoder_on_a_shared_engine_runs_in_blocks_unless_the_user_chose(directory, llm, options, in_blocks):
     with StaticWhisperPipeline(directory, engine=llm.engine, **options, **F32) as speech:
-        assert (speech._model.sources._runner.num_blocks > 1) is in_blocks
-        assert sum(speech._model.sources._runner.block_costs) == pytest.approx(speech._model.sources._runner.cost)
+        assert (speech._model.windows._runner.num_blocks > 1) is in_blocks
+        assert sum(speech._model.windows._runner.block_costs) == pytest.approx(speech._model.windows._runner.cost)
     with StaticWhisperPipeline(directory, **options, **F32) as alone:
-        assert alone._model.sources._runner.num_blocks == 1
+        assert alone._model.windows._runner.num_blocks == 1
 
 
 def test_a_closed_pipeline_is_gone_without_the_garbage_collector(directory):

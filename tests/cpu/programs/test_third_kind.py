@@ -12,7 +12,7 @@ from support.models.sound_kind import BANDS, WEIGHTS, WIDTH, SoundKind, SoundVar
 
 from staticllm.cli import cli
 from staticllm.config import StaticLLMConfig
-from staticllm.core import SourceSpec
+from staticllm.core import CrossWindows
 from staticllm.devices import check_device
 from staticllm.errors import BlobError
 from staticllm.kinds import KINDS, FilesInParts, KnownKind, register
@@ -33,7 +33,7 @@ class EchoDiagnosis(Diagnosis):
 
     def jobs(self, directory, device, properties, on_progress=lambda event: None, check=check_device):
         files = (f"echo_{part}.xml" for part in ("near", "far"))
-        configs = (StaticLLMConfig(sources=SourceSpec(file, 1, 1)) for file in files)
+        configs = (StaticLLMConfig(cross_windows=CrossWindows(file, 1, 1)) for file in files)
         jobs = (LoadJob(SoundKind(), directory, device, config, on_progress) for config in configs)
         return Jobs(self, dict(zip(("near", "far"), jobs, strict=True)))
 

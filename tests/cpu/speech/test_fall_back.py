@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from staticllm.pipelines.speech.fall_back import HeardWindow, Verdict, compression_ratio, options_at, verdict
+from staticllm.pipelines.speech.fall_back import DecodedWindow, Verdict, compression_ratio, options_at, verdict
 from staticllm.pipelines.speech.whisper_config import FallBackParams, WhisperGenerationConfig, whisper_options
 
 VOCAB = 51865
@@ -44,11 +44,11 @@ def test_no_tokens_have_a_small_ratio():
     ],
 )
 def test_verdicts(tokens, mean, no_speech, params, expected):
-    assert verdict(HeardWindow(tokens, [mean] * len(tokens), no_speech), params, VOCAB) is expected
+    assert verdict(DecodedWindow(tokens, [mean] * len(tokens), no_speech), params, VOCAB) is expected
 
 
 def test_a_window_without_tokens():
-    assert verdict(HeardWindow([], []), DEFAULTS, VOCAB) is Verdict.KEEP
+    assert verdict(DecodedWindow([], []), DEFAULTS, VOCAB) is Verdict.KEEP
 
 
 def test_beams_search_at_temperature_0_and_draw_at_others():

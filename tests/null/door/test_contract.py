@@ -90,7 +90,7 @@ def test_all_ports_are_documented_as_inputs_or_outputs(page):
     adapted = (AdaptedGroup(0, 2, 2, (AdaptedPart(0, "p", 1, 0, 0),)),)
     shape = ModelShape(
         tuple(KV), (MaskKind(),), 9, 2, has_distances=True, recurrent_states=(STATE,), num_adapters=1, adapted=adapted,
-        cross_states=tuple(CROSS), source_len=5, num_sources=2, rope_limits=(8,),
+        cross_states=tuple(CROSS), cross_window_len=5, num_cross_windows=2, rope_limits=(8,),
     )  # fmt: skip
     assert sorted(inputs) == sorted(input_names(shape))
     assert sorted(outputs) == sorted([LOGITS, EMBEDDINGS, *(state.present_name for state in (*KV, STATE))])

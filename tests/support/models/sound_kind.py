@@ -77,9 +77,9 @@ class SoundKind(ProgramKind):
     def fits(cls, model, directory):
         return "frames" in {port.get_any_name() for port in model.inputs}
 
-    def lower(self, job, source, start):
-        lowered = LoweredSound(source.model, SoundShape(BANDS, WIDTH))
-        return CompilePlan(lowered, self.options(job), tuple(map(SoundVariant, self.sizes)), source.weights)
+    def lower(self, job, opened, start):
+        lowered = LoweredSound(opened.model, SoundShape(BANDS, WIDTH))
+        return CompilePlan(lowered, self.options(job), tuple(map(SoundVariant, self.sizes)), opened.weights)
 
     def random_call(self, programs, variant):
         return {"frames": np.random.default_rng(0).standard_normal((1, BANDS, variant.rows), np.float32)}

@@ -105,7 +105,7 @@ def write_speech_model(folder, seed=0, vocab=VOCAB, num_layers=0):
 
 
 def features(seed):
-    """A source ``[BANDS, COLUMNS]`` f32."""
+    """A window ``[BANDS, COLUMNS]`` f32."""
     return np.random.default_rng(seed).standard_normal((BANDS, COLUMNS)).astype(np.float32)
 
 
@@ -117,16 +117,16 @@ class OriginalSpeech:
         self._encoder = core.compile_model(folder / f"{ENCODER}.xml", "CPU", exact)
         self._decoder = core.compile_model(folder / f"{DECODER}.xml", "CPU", exact)
 
-    def logits(self, source, tokens):
-        """Return the logits ``[tokens, vocab]`` of a whole sequence about a source."""
-        hidden = self._encoder(source[None])[0]
+    def logits(self, window, tokens):
+        """Return the logits ``[tokens, vocab]`` of a whole sequence about a window."""
+        hidden = self._encoder(window[None])[0]
         request = self._decoder.create_infer_request()
         feeds = {"input_ids": np.array([tokens]), "encoder_hidden_states": hidden, "beam_idx": np.zeros(1, np.int32)}
         return np.array(request.infer(feeds)[0][0])
 
-    def answer(self, source, prompt, count):
+    def answer(self, window, prompt, count):
         """Return the ``count`` most likely tokens after a prompt."""
         tokens = list(prompt)
         for _ in range(count):
-            tokens.append(int(self.logits(source, tokens)[-1].argmax()))
+            tokens.append(int(self.logits(window, tokens)[-1].argmax()))
         return tokens[len(prompt) :]

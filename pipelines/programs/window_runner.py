@@ -1,4 +1,4 @@
-"""Runs the programs of which a call has one source: its keys and values of cross-attention, and what a text looks at in it."""
+"""Runs the programs of which a call has one window: its keys and values of cross-attention, and what a text looks at in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.core import AlignmentShape, SourceShape, SourceVariant
+from staticllm.core import AlignmentShape, CrossWindowShape, CrossWindowVariant
 from staticllm.ports import ALIGNMENT, INPUT_FEATURES, INPUT_IDS
 from staticllm.system.long_calls import attended
 
@@ -22,24 +22,24 @@ from ..costs.model import CostModel
 from .bind import BoundRequest
 
 Frames: TypeAlias = list[NDArray[Any]]
-"""Keys and values of one source: per group of states ``[n, heads, source_len, head_dim]``."""
-S = TypeVar("S", SourceShape, AlignmentShape)
+"""Keys and values of one window: per group of states ``[n, heads, cross_window_len, head_dim]``."""
+S = TypeVar("S", CrossWindowShape, AlignmentShape)
 
 
-class OneSourceRunner(Generic[S]):
+class OneWindowRunner(Generic[S]):
     """Binds one program, with ``frames`` as its keys and values of cross-attention, and ``arrays`` beside them by port.
 
     It is not thread-safe: only the thread that owns the device calls it.
     """
 
     def __init__(
-        self, shape: S, compiled: Mapping[SourceVariant, AnyProgram], arrays: Mapping[str, NDArray[Any]]
+        self, shape: S, compiled: Mapping[CrossWindowVariant, AnyProgram], arrays: Mapping[str, NDArray[Any]]
     ) -> None:
         self.shape: S = shape
         self.variant = min(compiled)
-        self.costs = CostModel[SourceVariant]()
+        self.costs = CostModel[CrossWindowVariant]()
         groups = group_states(shape.states)
-        self.frames: Frames = [np.zeros(group.shape(shape.source_len), group.dtype) for group in groups]
+        self.frames: Frames = [np.zeros(group.shape(shape.cross_window_len), group.dtype) for group in groups]
         tensors = {name: ov.Tensor(array, shared_memory=True) for name, array in arrays.items()}
         for index, state in enumerate(shape.states):
             number, line = place_of(groups, index)
@@ -63,7 +63,7 @@ class OneSourceRunner(Generic[S]):
         """The seconds of each block of a call."""
         return [share * self.cost for share in self._shares]
 
-    def warm_up(self, known: Mapping[SourceVariant, float] | None = None) -> None:
+    def warm_up(self, known: Mapping[CrossWindowVariant, float] | None = None) -> None:
         """Run, so that the costs are known. The first run of a block is slow, so the second one counts.
 
         ``known``: the seconds of a call, of which only the shares of the blocks are then measured.
@@ -91,16 +91,16 @@ class OneSourceRunner(Generic[S]):
         self.costs.update(self.variant, self._program.run(meanwhile))
 
 
-class SourceRunner(OneSourceRunner[SourceShape]):
-    """Computes the keys and values of cross-attention of one source per call, at once or in blocks."""
+class WindowRunner(OneWindowRunner[CrossWindowShape]):
+    """Computes the keys and values of cross-attention of one window per call, at once or in blocks."""
 
-    def __init__(self, shape: SourceShape, compiled: Mapping[SourceVariant, AnyProgram]) -> None:
+    def __init__(self, shape: CrossWindowShape, compiled: Mapping[CrossWindowVariant, AnyProgram]) -> None:
         self._features = np.zeros((1, shape.bands, shape.columns), np.float32)
         self._seconds = 0.0  # of the blocks of this call that have run
         super().__init__(shape, compiled, {INPUT_FEATURES: self._features})
 
     def run(self, features: NDArray[np.float32], meanwhile: Callable[[], None] | None = None) -> Frames | None:
-        """Return the keys and values of a source, valid until the next call; None if some are not finite.
+        """Return the keys and values of a window, valid until the next call; None if some are not finite.
 
         ``features [bands, columns]``. ``meanwhile`` is called while the device runs.
         """
@@ -124,20 +124,20 @@ class SourceRunner(OneSourceRunner[SourceShape]):
         return self.frames if all(map(is_finite, self.frames)) else None
 
 
-class AlignmentRunner(OneSourceRunner[AlignmentShape]):
-    """Finds which frames of a source the tokens of one text per call look at."""
+class AlignmentRunner(OneWindowRunner[AlignmentShape]):
+    """Finds which frames of a window the tokens of one text per call look at."""
 
-    def __init__(self, shape: AlignmentShape, compiled: Mapping[SourceVariant, AnyProgram]) -> None:
+    def __init__(self, shape: AlignmentShape, compiled: Mapping[CrossWindowVariant, AnyProgram]) -> None:
         self._ids = np.zeros((1, shape.rows), np.int64)
-        self._weights = np.zeros((1, shape.num_heads, shape.rows, shape.source_len), np.float32)
+        self._weights = np.zeros((1, shape.num_heads, shape.rows, shape.cross_window_len), np.float32)
         super().__init__(shape, compiled, {INPUT_IDS: self._ids, ALIGNMENT: self._weights})
 
     def run(
         self, tokens: Sequence[int], frames: Sequence[NDArray[Any]], meanwhile: Callable[[], None] | None = None
     ) -> NDArray[np.float32]:
-        """Return the weights ``[heads, tokens, source_len]`` of a text about a source.
+        """Return the weights ``[heads, tokens, cross_window_len]`` of a text about a window.
 
-        ``frames``: the keys and values of the source, as ``SourceRunner`` returns them. ``meanwhile`` is called while the device
+        ``frames``: the keys and values of the window, as ``WindowRunner`` returns them. ``meanwhile`` is called while the device
         runs.
         """
         assert len(tokens) <= self.shape.rows, "the text is too long"

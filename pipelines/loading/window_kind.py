@@ -1,4 +1,4 @@
-"""The programs of an encoder-decoder model of which a call has one source: its encoder, and the alignment of texts with it."""
+"""The programs of an encoder-decoder model of which a call has one window: its encoder, and the alignment of texts with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
 
-from staticllm.core import AlignmentShape, KVType, ProgressEvent, SourceShape, SourceVariant
+from staticllm.core import AlignmentShape, CrossWindowShape, CrossWindowVariant, KVType, ProgressEvent
 from staticllm.devices import default_kv_type, get_core
 from staticllm.model_dir import read_model
 from staticllm.ports import INPUT_FEATURES, INPUT_IDS
@@ -21,37 +21,37 @@ from staticllm.system.long_calls import told
 from ...compiler_passes.artifacts.fingerprint import file_digest
 from ...compiler_passes.compiling.compile import CompiledPrograms, CompilePlan, StartWith
 from ...compiler_passes.lower_alignment import lower_alignment
-from ...compiler_passes.lower_source import LoweredForOneSource, lower_source
-from ..programs.source_runner import AlignmentRunner, SourceRunner
+from ...compiler_passes.lower_cross_window import LoweredForOneWindow, lower_cross_window
+from ..programs.window_runner import AlignmentRunner, WindowRunner
 from .kind import LoadJob, OpenedModel, ProgramKind
 
-S = TypeVar("S", SourceShape, AlignmentShape)
-R = TypeVar("R", SourceRunner, AlignmentRunner)
-SourcePrograms: TypeAlias = CompiledPrograms[SourceVariant, SourceShape]
-AlignmentPrograms: TypeAlias = CompiledPrograms[SourceVariant, AlignmentShape]
+S = TypeVar("S", CrossWindowShape, AlignmentShape)
+R = TypeVar("R", WindowRunner, AlignmentRunner)
+WindowPrograms: TypeAlias = CompiledPrograms[CrossWindowVariant, CrossWindowShape]
+AlignmentPrograms: TypeAlias = CompiledPrograms[CrossWindowVariant, AlignmentShape]
 
 
 @dataclass(frozen=True)
-class OneSourceKind(ProgramKind[SourceVariant, S, R]):
-    """What kinds have in common whose calls have one source: one program, of one size."""
+class OneWindowKind(ProgramKind[CrossWindowVariant, S, R]):
+    """What kinds have in common whose calls have one window: one program, of one size."""
 
-    variant = SourceVariant
+    variant = CrossWindowVariant
     runner_class: ClassVar[Callable[..., Any]]
 
-    def lowered(self, job: LoadJob[Any], source: OpenedModel) -> LoweredForOneSource[S]:
+    def lowered(self, job: LoadJob[Any], opened: OpenedModel) -> LoweredForOneWindow[S]:
         raise NotImplementedError
 
-    def lower(self, job: LoadJob[Any], source: OpenedModel, start: StartWith) -> CompilePlan[SourceVariant, S]:
+    def lower(self, job: LoadJob[Any], opened: OpenedModel, start: StartWith) -> CompilePlan[CrossWindowVariant, S]:
         """Lower the model; there is one program."""
         del start
-        return CompilePlan(self.lowered(job, source), self.options(job), (SourceVariant(),), source.weights)
+        return CompilePlan(self.lowered(job, opened), self.options(job), (CrossWindowVariant(),), opened.weights)
 
     def runner(
         self,
         job: LoadJob[Any],
-        programs: CompiledPrograms[SourceVariant, S],
+        programs: CompiledPrograms[CrossWindowVariant, S],
         memory: object,
-        planned: Sequence[SourceVariant] = (),
+        planned: Sequence[CrossWindowVariant] = (),
     ) -> R:
         """Bind the program, and run it once."""
         del memory, planned
@@ -70,7 +70,7 @@ class OneSourceKind(ProgramKind[SourceVariant, S, R]):
 
 
 @dataclass(frozen=True)
-class SourceKind(OneSourceKind[SourceShape, SourceRunner]):
+class WindowKind(OneWindowKind[CrossWindowShape, WindowRunner]):
     """The kind of an encoder whose output a decoder sees through cross-attention.
 
     ``decoder_file``: the IR of that decoder, in the same directory. The job's config names the encoder's.
@@ -78,21 +78,21 @@ class SourceKind(OneSourceKind[SourceShape, SourceRunner]):
 
     decoder_file: str = ""
     name = "encoder of sources"
-    shape = SourceShape
-    runner_class = SourceRunner
+    shape = CrossWindowShape
+    runner_class = WindowRunner
 
     @classmethod
     def fits(cls, model: ov.Model, directory: Path) -> bool:
-        """Return whether the model reads features of sources, and nothing else."""
+        """Return whether the model reads features of windows, and nothing else."""
         del directory
         return [INPUT_FEATURES in port.get_names() for port in model.inputs] == [True]
 
-    def lowered(self, job: LoadJob[Any], source: OpenedModel) -> LoweredForOneSource[SourceShape]:
+    def lowered(self, job: LoadJob[Any], opened: OpenedModel) -> LoweredForOneWindow[CrossWindowShape]:
         """Join the encoder with what the decoder computes of its output."""
         decoder = read_model(get_core(), job.directory, model_file=self.decoder_file)
-        return lower_source(source.model, decoder, self.kv_type(job))
+        return lower_cross_window(opened.model, decoder, self.kv_type(job))
 
-    def random_call(self, programs: SourcePrograms, variant: SourceVariant) -> Mapping[str, NDArray[Any]]:
+    def random_call(self, programs: WindowPrograms, variant: CrossWindowVariant) -> Mapping[str, NDArray[Any]]:
         """Return noise in the range of log-mel spectrograms."""
         size = (1, programs.shape.bands, programs.shape.columns)
         return {INPUT_FEATURES: np.random.default_rng(0).uniform(-1, 1, size).astype(np.float32)}
@@ -105,7 +105,7 @@ class SourceKind(OneSourceKind[SourceShape, SourceRunner]):
 
 
 @dataclass(frozen=True)
-class AlignmentKind(OneSourceKind[AlignmentShape, AlignmentRunner]):
+class AlignmentKind(OneWindowKind[AlignmentShape, AlignmentRunner]):
     """The kind of a decoder whose cross-attention is wanted. ``heads``: layer and head; ``rows``: the most tokens of a text."""
 
     heads: tuple[tuple[int, int], ...] = ()
@@ -117,16 +117,18 @@ class AlignmentKind(OneSourceKind[AlignmentShape, AlignmentRunner]):
     def check_graph(self, model: object, directory: object) -> None:
         """The same file is loaded as a decoder, which checks it."""
 
-    def lowered(self, job: LoadJob[Any], source: OpenedModel) -> LoweredForOneSource[AlignmentShape]:
+    def lowered(self, job: LoadJob[Any], opened: OpenedModel) -> LoweredForOneWindow[AlignmentShape]:
         """Lower the decoder for whole texts."""
-        assert job.config.sources is not None, "a decoder without cross-attention"
-        return lower_alignment(source.model, self.heads, self.rows, job.config.sources.source_len, self.kv_type(job))
+        assert job.config.cross_windows is not None, "a decoder without cross-attention"
+        return lower_alignment(
+            opened.model, self.heads, self.rows, job.config.cross_windows.cross_window_len, self.kv_type(job)
+        )
 
-    def random_call(self, programs: AlignmentPrograms, variant: SourceVariant) -> Mapping[str, NDArray[Any]]:
-        """Return tokens about a source of noise."""
+    def random_call(self, programs: AlignmentPrograms, variant: CrossWindowVariant) -> Mapping[str, NDArray[Any]]:
+        """Return tokens about a window of noise."""
         shape = programs.shape
         rng = np.random.default_rng(0)
-        sizes = {state.past_name: (1, state.heads, shape.source_len, state.head_dim) for state in shape.states}
+        sizes = {state.past_name: (1, state.heads, shape.cross_window_len, state.head_dim) for state in shape.states}
         types = {state.past_name: np.float16 if state.kv_type == "f16" else np.float32 for state in shape.states}
         noise = {name: rng.uniform(-1, 1, size).astype(types[name]) for name, size in sizes.items()}
         return {INPUT_IDS: np.arange(shape.rows, dtype=np.int64)[None] % 32, **noise}

@@ -1,4 +1,4 @@
-"""The windows of recordings that a daemon hears for this program; a window goes to the next daemon when its own has ended."""
+"""The windows of recordings that a daemon encodes for this program; a window goes to the next daemon when its own has ended."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from staticllm.system.threads import InterruptibleFuture, check_process, start_t
 from .engine_connection import EngineConnection
 
 Result = TypeVar("Result")
-MAX_FORGOTTEN = 64
+MAX_RELEASED = 64
 """The last windows that were removed; a new one, which has the place of one of them, may go out before the message about it."""
 
 
 @dataclass(eq=False)
-class RemoteSource:
-    """A window whose block has not ended: its features ``[bands, columns]``, and the connection on which it was heard."""
+class RemoteWindow:
+    """A window whose block has not ended: its features ``[bands, columns]``, and the connection on which it was encoded."""
 
     number: int
     features: NDArray[np.float32]
@@ -36,11 +36,11 @@ class RemoteSource:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class RemoteSources:
-    """Hears windows in the daemon that ``connected`` returns a connection to, and finds there what texts look at.
+class RemoteWindows:
+    """Encodes windows in the daemon that ``connected`` returns a connection to, and finds there what texts look at.
 
     The numbers of windows are this program's. ``num_places``: the windows of a program that the daemon takes at a time; the
-    others wait here, the highest priority first. A window that another daemon has heard is heard again before a request about
+    others wait here, the highest priority first. A window that another daemon has encoded is encoded again before a request about
     it goes to this one. Any thread may call the methods.
     """
 
@@ -48,9 +48,9 @@ class RemoteSources:
         self._connected = connected
         self._num_places = num_places
         self._numbers = count(1)
-        self._sources: dict[int, RemoteSource] = {}  # that have a place, by number
-        self._waiting: list[RemoteSource] = []
-        self._forgotten = deque[int](maxlen=MAX_FORGOTTEN)
+        self._windows: dict[int, RemoteWindow] = {}  # that have a place, by number
+        self._waiting: list[RemoteWindow] = []
+        self._released = deque[int](maxlen=MAX_RELEASED)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._is_closed = False
@@ -58,55 +58,55 @@ class RemoteSources:
         self.seconds = 0.0
         """The seconds of device time that a window takes."""
 
-    def hear(self, features: NDArray[np.float32], priority: int = 0) -> Future[int]:
+    def encode(self, features: NDArray[np.float32], priority: int = 0) -> Future[int]:
         """Return the future number of a window, ``features [bands, columns]``; ``remove`` must follow once it is there.
 
         Cancelling the future gives the window up. It raises ``ClosedError``, ``ProcessLostError`` (the daemon ended twice) and
         what the daemon raises.
         """
         check_process(self._pid)
-        source = RemoteSource(next(self._numbers), np.ascontiguousarray(features, np.float32), priority)
-        return self._begun(lambda future: self._hear(source, future), lambda: self.remove(source.number))
+        window = RemoteWindow(next(self._numbers), np.ascontiguousarray(features, np.float32), priority)
+        return self._begun(lambda future: self._encode(window, future), lambda: self.remove(window.number))
 
-    def remove(self, source: int) -> None:
-        """Forget a window, or give up one that waits; an unknown one is ignored."""
+    def remove(self, window: int) -> None:
+        """Release a window, or give up one that waits; an unknown one is ignored."""
         with self._lock:
-            found = self._sources.pop(source, None)
+            found = self._windows.pop(window, None)
             if found is not None:
-                self._forgotten.append(source)
+                self._released.append(window)
             self._changed.notify_all()
         if found is not None and (connection := found.connection) is not None:
-            connection.forget_source(source)
+            connection.release_window(window)
 
-    def align(self, source: int, tokens: Sequence[int], priority: int = 0) -> Future[NDArray[np.float32]]:
-        """Return the future weights ``[heads, tokens, source_len]`` of a text about a window that was heard."""
+    def align(self, window: int, tokens: Sequence[int], priority: int = 0) -> Future[NDArray[np.float32]]:
+        """Return the future weights ``[heads, tokens, cross_window_len]`` of a text about a window that was encoded."""
         check_process(self._pid)
 
         def ask(connection: EngineConnection) -> NDArray[np.float32]:
-            self.bring(connection, source)
-            return connection.align(source, tokens, priority)
+            self.bring(connection, window)
+            return connection.align(window, tokens, priority)
 
         return self._begun(lambda future: future.set_result(self._once_again(ask)))
 
     def bring(self, connection: EngineConnection, number: int) -> None:
-        """Let the daemon of a connection hear a window, if it has not.
+        """Let the daemon of a connection encode a window, if it has not.
 
         Raises ``PromptError`` (the window was removed), ``ProcessLostError`` (the daemon has ended) and what it raises.
         """
-        source = self._sources.get(number)
-        if source is None:
+        window = self._windows.get(number)
+        if window is None:
             raise _removed()
-        with source.lock:
-            if source.connection is connection:
+        with window.lock:
+            if window.connection is connection:
                 return
-            source.connection = connection  # so that ``remove`` gives up what the daemon hears
+            window.connection = connection  # so that ``remove`` gives up what the daemon encodes
             try:
-                self.seconds = connection.hear(number, source.features, source.priority, tuple(self._forgotten))
+                self.seconds = connection.encode(number, window.features, window.priority, tuple(self._released))
             except BaseException:
-                source.connection = None
+                window.connection = None
                 raise
-        if number not in self._sources:
-            connection.forget_source(number)
+        if number not in self._windows:
+            connection.release_window(number)
             raise _removed()
 
     def close(self) -> None:
@@ -115,34 +115,34 @@ class RemoteSources:
             self._is_closed = True
             self._changed.notify_all()
 
-    def _hear(self, source: RemoteSource, future: Future[int]) -> None:
-        if not self._has_place(source, future):
+    def _encode(self, window: RemoteWindow, future: Future[int]) -> None:
+        if not self._has_place(window, future):
             return
         try:
-            self._once_again(lambda connection: self.bring(connection, source.number))
-            future.set_result(source.number)
+            self._once_again(lambda connection: self.bring(connection, window.number))
+            future.set_result(window.number)
         except BaseException:
-            self.remove(source.number)
+            self.remove(window.number)
             raise
 
-    def _has_place(self, source: RemoteSource, future: Future[int]) -> bool:
+    def _has_place(self, window: RemoteWindow, future: Future[int]) -> bool:
         """Wait for a place, and return True; False if the window was given up. Raises ``ClosedError``."""
         with self._lock:
-            self._waiting.append(source)
+            self._waiting.append(window)
             try:
-                self._changed.wait_for(lambda: self._is_closed or future.cancelled() or self._is_next(source))
+                self._changed.wait_for(lambda: self._is_closed or future.cancelled() or self._is_next(window))
             finally:
-                self._waiting.remove(source)
+                self._waiting.remove(window)
                 self._changed.notify_all()
             if self._is_closed:
                 raise pipeline_closed()
             if not future.cancelled():
-                self._sources[source.number] = source
+                self._windows[window.number] = window
             return not future.cancelled()
 
-    def _is_next(self, source: RemoteSource) -> bool:
+    def _is_next(self, window: RemoteWindow) -> bool:
         first = max(self._waiting, key=lambda each: (each.priority, -each.number))
-        return len(self._sources) < self._num_places and source is first
+        return len(self._windows) < self._num_places and window is first
 
     def _once_again(self, ask: Callable[[EngineConnection], Result]) -> Result:
         """Ask the daemon, and if it has ended before it answered the next one. Raises what ``ask`` raises."""
@@ -165,7 +165,7 @@ class RemoteSources:
                     future.set_exception(error)
 
         try:
-            start_thread(work, "staticllm-remote-source")
+            start_thread(work, "staticllm-remote-window")
         except BaseException:  # Ctrl-C while the thread starts: nobody gets the future, and its work goes on
             if not future.cancel():
                 on_cancel()
@@ -174,4 +174,4 @@ class RemoteSources:
 
 
 def _removed() -> PromptError:
-    return PromptError("the request has no source, or its source was removed")
+    return PromptError("the request has no window, or its window was removed")

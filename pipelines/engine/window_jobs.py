@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from staticllm.errors import ClosedError, NumericalError
 
-from ..programs.source_runner import AlignmentRunner, SourceRunner
+from ..programs.window_runner import AlignmentRunner, WindowRunner
 from .jobs import job_priority
 from .queued_calls import Meanwhile, QueuedCalls
 
@@ -22,36 +22,36 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
-class SourceJobs(QueuedCalls):
-    """The sources of an engine: one call for each, perhaps in blocks, as long as the engine's bank has room for it."""
+class WindowJobs(QueuedCalls):
+    """The windows of an engine: one call for each, perhaps in blocks, as long as the engine's bank has room for it."""
 
-    def __init__(self, runner: SourceRunner, engine: Engine) -> None:
+    def __init__(self, runner: WindowRunner, engine: Engine) -> None:
         super().__init__(engine, lambda: runner.block_costs, lambda: self._bank.num_free > 0)
         self._runner = runner
         self._engine = engine
 
-    def hear(
+    def encode(
         self, features: NDArray[np.float32], priority: int = 0, deadline: float | None = None, owner: int = 0
     ) -> Future[int]:
-        """Return the future number of a source, for ``EngineRequest.source``; ``remove`` must follow once it is there.
+        """Return the future number of a window, for ``EngineRequest.cross_window``; ``remove`` must follow once it is there.
 
         ``features [bands, columns]``; ``priority`` and ``owner`` are those of its requests. Cancelling the future gives the
-        source up. It raises ``NumericalError`` (keys or values are not finite), ``DeviceError`` (the device failed) and
+        window up. It raises ``NumericalError`` (keys or values are not finite), ``DeviceError`` (the device failed) and
         ``ClosedError``.
 
         Raises:
             ClosedError: the engine was closed.
         """
-        return self.submit(partial(self._hear, features), job_priority(priority), deadline, owner)
+        return self.submit(partial(self._encode, features), job_priority(priority), deadline, owner)
 
-    def remove(self, source: int) -> None:
-        """Give the place of a source to the next one, once the requests that see it have ended."""
+    def remove(self, window: int) -> None:
+        """Give the place of a window to the next one, once the requests that see it have ended."""
         with suppress(ClosedError):
-            self._engine.call_soon(lambda: self._engine.core.remove_source(source))
+            self._engine.call_soon(lambda: self._engine.core.remove_window(window))
 
     @property
     def seconds(self) -> float:
-        """The seconds of device time that a source takes."""
+        """The seconds of device time that a window takes."""
         return self._runner.cost
 
     def release(self) -> None:
@@ -62,8 +62,8 @@ class SourceJobs(QueuedCalls):
     def _bank(self) -> CrossBank:
         return self._engine.runner.cache.cross
 
-    def _hear(self, features: NDArray[np.float32], blocks: range, meanwhile: Meanwhile) -> int:
-        """Return the number of a source, if the last block is among these; else 0."""
+    def _encode(self, features: NDArray[np.float32], blocks: range, meanwhile: Meanwhile) -> int:
+        """Return the number of a window, if the last block is among these; else 0."""
         self._runner.run_blocks(features, blocks, meanwhile)
         if blocks.stop < self._runner.num_blocks:
             return 0
@@ -84,15 +84,15 @@ class AlignmentJobs(QueuedCalls):
         self._engine = engine
 
     def align(
-        self, source: int, tokens: Sequence[int], priority: int = 0, owner: int = 0
+        self, window: int, tokens: Sequence[int], priority: int = 0, owner: int = 0
     ) -> Future[NDArray[np.float32]]:
-        """Return the future weights ``[heads, tokens, source_len]`` of a text about a source that is in the bank."""
-        return self.submit(partial(self._align, source, tuple(tokens)), job_priority(priority), None, owner)
+        """Return the future weights ``[heads, tokens, cross_window_len]`` of a text about a window that is in the bank."""
+        return self.submit(partial(self._align, window, tuple(tokens)), job_priority(priority), None, owner)
 
     def release(self) -> None:
         """Drop the program."""
         self._runner.close()
 
-    def _align(self, source: int, tokens: Sequence[int], blocks: range, meanwhile: Meanwhile) -> NDArray[np.float32]:
+    def _align(self, window: int, tokens: Sequence[int], blocks: range, meanwhile: Meanwhile) -> NDArray[np.float32]:
         del blocks  # there is one
-        return self._runner.run(tokens, self._engine.runner.cache.cross.frames(source), meanwhile)
+        return self._runner.run(tokens, self._engine.runner.cache.cross.frames(window), meanwhile)
