@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from staticllm.config import one_of
 from staticllm.core import OnProgress
 from staticllm.errors import ConfigError, ModelError, PromptError, shown
-from staticllm.sources.model_at import check_model_dir
+from staticllm.model_files.model_at import check_model_dir
 from staticllm.system.signal_stack import kept_signal_stack
 
 from .embedding.embedding_config import RerankConfig, resolved_config

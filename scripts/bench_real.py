@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from real_models import MODELS, fetch
 
 from staticllm import StaticLLMPipeline
-from staticllm.sources.converted import converted
+from staticllm.model_files.converted import converted
 
 Generate = Callable[[NDArray[np.int64], int], object]
 """Runs a prompt and generates a number of tokens."""

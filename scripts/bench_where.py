@@ -27,8 +27,8 @@ from staticllm.cli.bench import IDLE_SECONDS, SHORT_PROMPT, Counts, Report, Test
 from staticllm.cli.options import flag, layout_options, model_argument, read_config, refuse, value
 from staticllm.cli.progress import progress
 from staticllm.errors import ModelError, StaticLLMError, last_line
+from staticllm.model_files.model_at import check_model_dir
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
-from staticllm.sources.model_at import check_model_dir
 from staticllm.system.table import markdown
 
 PROFILED_PROMPTS = (128, 512, 1000)

@@ -17,9 +17,9 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.devices import get_core, supported_properties
 from staticllm.errors import ConfigError
+from staticllm.model_files.model_at import check_model_dir
 from staticllm.pipelines.diagnostics.settings import label_of
 from staticllm.pipelines.loading.decoder_kind import DecoderPlan, prepare
-from staticllm.sources.model_at import check_model_dir
 
 RUNS = 5
 PERF_COUNT = "PERF_COUNT"

@@ -37,13 +37,13 @@ from numpy.typing import NDArray
 from staticllm.compiler_passes.compiling.chain import device_models
 from staticllm.compiler_passes.compiling.dry_run import bound_request, random_feeds
 from staticllm.core import Variant
+from staticllm.model_files.model_at import check_model_dir
 from staticllm.pipelines.costs.probe import timed_run
 from staticllm.pipelines.diagnostics.costs import wait_for_costs
 from staticllm.pipelines.diagnostics.settings import settings_in
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.pipelines.loading.decoder_kind import prepare
 from staticllm.pipelines.programs.bind import BoundPrograms
-from staticllm.sources.model_at import check_model_dir
 
 
 class StaticCalls:

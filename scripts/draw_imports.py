@@ -45,7 +45,7 @@ FEATURES = {
     "server": ("staticllm/server", f"{_CLI}/serve"),
     "speech": ("pipelines/speech", "pipelines/whisper_pipeline", f"{_CLI}/transcribe"),
     "files of others": (
-        *("staticllm/sources", "staticllm/export", "compiler_passes/conversion"),
+        *("staticllm/model_files", "staticllm/export", "compiler_passes/conversion"),
         *(f"{_CLI}/{name}" for name in ("export", "pulling", "models")),
     ),
     "NPU elsewhere": ("compiler_passes/npu_compiler", f"{_CLI}/npu_platform"),

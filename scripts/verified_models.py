@@ -31,9 +31,9 @@ from real_models import fetch
 from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline
 from staticllm.compiler_passes.conversion import gguf_model
 from staticllm.export.exporter import ExportRequest, export
+from staticllm.model_files.converted import converted
 from staticllm.pipelines.diagnostics.divergence import TextDivergence, summary
 from staticllm.pipelines.diagnostics.reference import StatefulReference
-from staticllm.sources.converted import converted
 
 SUPPORT = Path(__file__).resolve().parents[1] / "tests" / "support" / "export"
 F32: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The process that converts a GGUF file, which ``staticllm.sources.converted`` starts."""
+"""The process that converts a GGUF file, which ``staticllm.model_files.converted`` starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from staticllm.children.answers import answer_all
 from staticllm.children.child import end_with_parent
 from staticllm.errors import ModelError, last_line
-from staticllm.sources.converted import NOTES
+from staticllm.model_files.converted import NOTES
 from staticllm.system.file_lock import acquire
 
 from .gguf_model import convert

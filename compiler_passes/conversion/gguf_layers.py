@@ -9,9 +9,9 @@ import openvino as ov
 from openvino import opset13 as ops
 
 from staticllm.errors import ModelError, shown
-from staticllm.sources.gguf_architectures import EXPORT, architecture_of, layer_of
-from staticllm.sources.gguf_header import GGUFHeader
-from staticllm.sources.gguf_tensors import ROTATION_TENSORS, head_size, num_heads, num_kv_heads
+from staticllm.model_files.gguf_architectures import EXPORT, architecture_of, layer_of
+from staticllm.model_files.gguf_header import GGUFHeader
+from staticllm.model_files.gguf_tensors import ROTATION_TENSORS, head_size, num_heads, num_kv_heads
 
 from ..graph.step_graph import redirect
 

@@ -11,15 +11,15 @@ from typing import Any
 import openvino as ov
 
 from staticllm.errors import ModelError, last_line, shown
-from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML
-from staticllm.sources.gguf_architectures import (
+from staticllm.model_files.gguf_architectures import (
     EXPORT,
     attention_scale,
     check_architecture,
     context_length,
     window_of,
 )
-from staticllm.sources.gguf_header import GGUFHeader, kinds_of, read_gguf_header
+from staticllm.model_files.gguf_header import GGUFHeader, kinds_of, read_gguf_header
+from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML
 
 from ..gguf import make_stateful
 from ..rewrites.join_halves import join_halves

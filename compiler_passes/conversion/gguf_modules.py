@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 import openvino as ov
 
-from staticllm.sources.gguf_architectures import architecture_of
-from staticllm.sources.gguf_header import GGUFHeader
-from staticllm.sources.gguf_tensors import head_size
+from staticllm.model_files.gguf_architectures import architecture_of
+from staticllm.model_files.gguf_header import GGUFHeader
+from staticllm.model_files.gguf_tensors import head_size
 
 from ..rewrites.rotate_halves import has_pairs, order_of_halves, reorder_rows
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from openvino import opset13 as ops
 
 from staticllm.errors import ModelError
-from staticllm.sources.gguf_architectures import EXPORT, architecture_of, has_window, layer_of
-from staticllm.sources.gguf_header import GGUFHeader
-from staticllm.sources.gguf_tensors import ROTATION_TENSORS
+from staticllm.model_files.gguf_architectures import EXPORT, architecture_of, has_window, layer_of
+from staticllm.model_files.gguf_header import GGUFHeader
+from staticllm.model_files.gguf_tensors import ROTATION_TENSORS
 
 from ..graph.step_graph import consumers
 

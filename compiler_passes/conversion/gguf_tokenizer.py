@@ -16,8 +16,8 @@ import numpy as np
 import openvino as ov
 
 from staticllm.errors import ModelError, shown
-from staticllm.sources.gguf_architectures import ARCHITECTURES
-from staticllm.sources.gguf_header import GGUFHeader
+from staticllm.model_files.gguf_architectures import ARCHITECTURES
+from staticllm.model_files.gguf_header import GGUFHeader
 
 from .gguf_merges import Pair, impossible, live_pairs, merged, pairs_by_score
 

@@ -19,8 +19,8 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.sources.gguf_header import GGUFHeader, GGUFTensor
-from staticllm.sources.gguf_tensors import head_size, num_heads, num_kv_heads
+from staticllm.model_files.gguf_header import GGUFHeader, GGUFTensor
+from staticllm.model_files.gguf_tensors import head_size, num_heads, num_kv_heads
 
 from .gguf_layers import JOINED, WEIGHT
 

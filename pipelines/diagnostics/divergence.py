@@ -20,7 +20,7 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.devices import get_core, kind
 from staticllm.errors import ConfigError, ModelError, last_line
-from staticllm.sources.model_at import check_model_dir
+from staticllm.model_files.model_at import check_model_dir
 
 from ...compiler_passes.compiling.compile import compile_all
 from ...kvcache.step import Segment

@@ -30,10 +30,10 @@ from staticllm.errors import (
     shown,
 )
 from staticllm.model_dir import demo_model_path, read_model
-from staticllm.sources.gguf_architectures import check_architecture, context_length
-from staticllm.sources.gguf_header import GGUFHeader, read_gguf_header
-from staticllm.sources.hub import located
-from staticllm.sources.model_at import check_model_dir
+from staticllm.model_files.gguf_architectures import check_architecture, context_length
+from staticllm.model_files.gguf_header import GGUFHeader, read_gguf_header
+from staticllm.model_files.hub import located
+from staticllm.model_files.model_at import check_model_dir
 
 from ...compiler_passes.artifacts.cache import BlobCache
 from ...compiler_passes.artifacts.fingerprint import fingerprint_model

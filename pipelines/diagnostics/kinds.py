@@ -14,8 +14,8 @@ from staticllm.core import OnProgress, ProgramMode
 from staticllm.devices import check_device, get_core
 from staticllm.kinds import KINDS
 from staticllm.model_dir import read_model
-from staticllm.sources.hub import located
-from staticllm.sources.model_at import check_model_dir
+from staticllm.model_files.hub import located
+from staticllm.model_files.model_at import check_model_dir
 
 from ...compiler_passes.artifacts.blob_set import read_manifest, rewrite_manifest
 from ...compiler_passes.artifacts.manifest import Manifest

@@ -84,7 +84,7 @@ def _run(results: Connection, path: str, device: str, config: StaticLLMConfig) -
 def _measure(path: str, device: str, config: StaticLLMConfig) -> MeasuredMemory:
     from staticllm.devices import get_core
     from staticllm.model_dir import weights_of
-    from staticllm.sources.model_at import check_model_dir
+    from staticllm.model_files.model_at import check_model_dir
 
     from ..launch.arguments import read_tokenizer
     from ..llm_pipeline import StaticLLMPipeline

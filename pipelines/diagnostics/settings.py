@@ -11,7 +11,7 @@ import openvino as ov
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Part, Variant
 from staticllm.devices import get_core, is_present, kind, type_name
-from staticllm.sources.model_at import check_model_dir
+from staticllm.model_files.model_at import check_model_dir
 
 from ...compiler_passes.compiling.autotune import LARGE_GROUP, Probe, repeated_matrices
 from ...compiler_passes.compiling.chain import device_models

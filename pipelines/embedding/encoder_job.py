@@ -15,8 +15,8 @@ from staticllm.core import OnProgress, ProgressEvent
 from staticllm.devices import check_device, get_core, known_properties
 from staticllm.errors import ConfigError, DeviceError, enough_memory
 from staticllm.model_dir import max_positions, path_of
+from staticllm.model_files.model_at import check_model_dir
 from staticllm.properties import resolve
-from staticllm.sources.model_at import check_model_dir
 
 from ...compiler_passes.artifacts.blob_set import is_ours
 from ..launch.arguments import read_tokenizer

@@ -25,8 +25,8 @@ from staticllm.errors import (
     shown,
 )
 from staticllm.model_dir import keep_in_memory
+from staticllm.model_files.model_at import check_model_dir
 from staticllm.properties import DEVICE_PROPERTIES, ResolvedConfig, resolve, with_own
-from staticllm.sources.model_at import check_model_dir
 from staticllm.system.files import read_regular
 from staticllm.system.signal_stack import kept_signal_stack
 

@@ -17,7 +17,7 @@ import openvino_genai as genai
 from staticllm.core import OnProgress
 from staticllm.errors import ConfigError, shown
 from staticllm.model_dir import path_of
-from staticllm.sources.model_at import check_model_dir
+from staticllm.model_files.model_at import check_model_dir
 
 from ..engine.speculation.draft_model import DraftModel
 from .arguments import Given, read_tokenizer, resolve_candidates

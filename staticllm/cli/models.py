@@ -23,8 +23,8 @@ from staticllm.model_paths.hub_names import HubName, parse_hub_name
 from staticllm.system.table import table
 
 if TYPE_CHECKING:
-    from staticllm.sources.converted import ConvertedModel
-    from staticllm.sources.hub_cache import PulledModel
+    from staticllm.model_files.converted import ConvertedModel
+    from staticllm.model_files.hub_cache import PulledModel
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class LocalModel:
 
     def as_dict(self) -> dict[str, Any]:
         used = max(each.used for each in (self.pulled, self.converted) if each is not None)
-        path = self.pulled.path if self.pulled is not None else next(iter(self.converted.sources), None)  # type: ignore[union-attr]
+        path = self.pulled.path if self.pulled is not None else next(iter(self.converted.files), None)  # type: ignore[union-attr]
         return {
             "name": self.name,
             "kind": self.pulled.kind if self.pulled is not None else "converted",
@@ -136,14 +136,14 @@ def remove_models(names: tuple[str, ...], is_sure: bool, as_json: bool) -> None:
 
 
 def _remove(models: Sequence[LocalModel]) -> None:
-    from staticllm.sources.converted import remove_converted
+    from staticllm.model_files.converted import remove_converted
 
     downloads = [model.pulled for model in models if model.pulled is not None]
     for model in models:
         if model.converted is not None:
             remove_converted(model.converted)
     if downloads:
-        from staticllm.sources.hub_cache import remove_pulled
+        from staticllm.model_files.hub_cache import remove_pulled
 
         remove_pulled(downloads)
 
@@ -153,7 +153,7 @@ def _is_meant(text: str, model: LocalModel) -> bool:
     if model.pulled is None:
         path = os.path.abspath(expanded(text))  # noqa: PTH100 - links are not followed
         made = model.converted
-        return text == model.name or (made is not None and path in map(os.path.abspath, made.sources))
+        return text == model.name or (made is not None and path in map(os.path.abspath, made.files))
     name = parse_hub_name(text)
     if name is None:
         return False
@@ -174,20 +174,20 @@ def _file_name(model: PulledModel) -> str:
 
 def local_models() -> Iterator[LocalModel]:
     """Yield the models of this computer, pulled ones first. A file that was converted is listed while it exists."""
-    from staticllm.sources.converted import converted_models
+    from staticllm.model_files.converted import converted_models
 
     made = converted_models()
     for model in _pulled_models():
-        own = next((each for each in made if model.path in each.sources), None)
+        own = next((each for each in made if model.path in each.files), None)
         yield LocalModel(str(model.name), model, own)
         made = [each for each in made if each is not own]
     for each in made:
-        yield LocalModel(str(each.sources[0] if each.sources else each.folder), None, each)
+        yield LocalModel(str(each.files[0] if each.files else each.folder), None, each)
 
 
 def _pulled_models() -> list[PulledModel]:
     try:
-        from staticllm.sources.hub_cache import pulled_models
+        from staticllm.model_files.hub_cache import pulled_models
 
         return pulled_models()
     except ModuleNotFoundError:  # without the package there are no names

@@ -9,10 +9,10 @@ import click
 
 from staticllm.cli.progress import progress
 from staticllm.errors import ModelError
+from staticllm.model_files.hub import is_complete, located
 from staticllm.model_paths.hub_names import HubName, parse_hub_name
 from staticllm.model_paths.path_kind import ModelPath, path_kind
 from staticllm.model_paths.path_kinds import HUB_NAME, HUB_REVISIONS
-from staticllm.sources.hub import is_complete, located
 
 
 def pulled(name: HubName) -> Path:
@@ -22,7 +22,7 @@ def pulled(name: HubName) -> Path:
         ModelError: as for ``hub_downloads.pull``.
         ConfigError: a package is missing.
     """
-    from staticllm.sources.hub_downloads import pull
+    from staticllm.model_files.hub_downloads import pull
 
     with progress(f"looking for {name}") as shown:
         return pull(name, lambda line: shown.write(line, err=True), shown)

@@ -19,6 +19,9 @@ from starlette.responses import Response
 
 from staticllm.errors import ClosedError, ModelError, StaticLLMError
 from staticllm.model_dir import weights_of
+from staticllm.model_files.converted import given_as
+from staticllm.model_files.gguf_header import GGUFHeader, read_gguf_header
+from staticllm.model_files.hub_files import quant_of
 from staticllm.pipelines.conversation.formats import find_format, shows_tools
 from staticllm.pipelines.generation.options.table import UNLIMITED
 from staticllm.pipelines.launch.arguments import read_tokenizer, read_tool_template
@@ -29,9 +32,6 @@ from staticllm.server.models.model_options import options_of
 from staticllm.server.models.served import ModelSpec, ServedModel, kind_of
 from staticllm.server.settings import ServerSettings
 from staticllm.server.state import ServerState
-from staticllm.sources.converted import given_as
-from staticllm.sources.gguf_header import GGUFHeader, read_gguf_header
-from staticllm.sources.hub_files import quant_of
 from staticllm.system.files import read_regular
 from staticllm.system.ir_file import MAX_XML, Constant, read_ir
 from staticllm.version import __version__

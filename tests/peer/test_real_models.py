@@ -17,9 +17,9 @@ import pytest
 
 from staticllm import StaticLLMPipeline
 from staticllm.config import StaticLLMConfig
+from staticllm.model_files.converted import converted
 from staticllm.pipelines.diagnostics import divergence
 from staticllm.pipelines.diagnostics.divergence import MOST_DIVERGENCE, measure_divergence
-from staticllm.sources.converted import converted
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "scripts"))
 from real_models import MODELS, folder

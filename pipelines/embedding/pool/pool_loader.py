@@ -16,8 +16,8 @@ import openvino_genai as genai
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.devices import get_core, kind
 from staticllm.errors import ConfigError, as_ours
+from staticllm.model_files.model_at import check_model_dir
 from staticllm.model_paths.path_kind import MODEL_XML
-from staticllm.sources.model_at import check_model_dir
 from staticllm.system.load_progress import LoadProgress
 from staticllm.system.long_calls import attended, told
 from staticllm.system.signal_stack import kept_signal_stack

@@ -18,6 +18,8 @@ from staticllm.devices import check_device, default_mode, get_core, is_present, 
 from staticllm.errors import ModelError, StaticLLMError
 from staticllm.kinds import KINDS
 from staticllm.model_dir import read_model
+from staticllm.model_files.hub import located
+from staticllm.model_files.model_at import check_model_dir
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
 from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
@@ -51,8 +53,6 @@ from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline
 from staticllm.pipelines.whisper_pipeline import StaticWhisperPipeline
 from staticllm.properties import DECODER_OPTIONS
 from staticllm.server.models.device_engines import DeviceEngines
-from staticllm.sources.hub import located
-from staticllm.sources.model_at import check_model_dir
 
 
 class Pipeline(Protocol):

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.errors import ClosedError, ConfigError
 from staticllm.model_dir import demo_model_path
+from staticllm.model_files.hub import located
 from staticllm.model_paths.arguments import expanded
 from staticllm.pipelines.daemon_client.remote_engine import DaemonHome
 from staticllm.pipelines.embedding.queue.device_queue import DeviceState
@@ -27,7 +28,6 @@ from staticllm.server.models.admission import Admission
 from staticllm.server.models.device_engines import DeviceEngine, DeviceEngines
 from staticllm.server.models.homes import ModelHome
 from staticllm.server.models.kinds import Pipeline, ServedKind, Wanted, estimated_size, found_model, served_kinds
-from staticllm.sources.hub import located
 
 LoadPipeline: TypeAlias = Callable[..., Pipeline]
 """Loads a model, with the arguments of ``load_pipeline``."""

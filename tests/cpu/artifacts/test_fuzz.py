@@ -112,10 +112,10 @@ def read_all(what, first, last):
 def _used(what, folder):
     from staticllm.devices import get_core
     from staticllm.model_dir import read_model
+    from staticllm.model_files.model_at import check_model_dir
     from staticllm.pipelines.launch.arguments import read_generation_config, read_tokenizer
     from staticllm.pipelines.text.chat_prompt import encode_text
     from staticllm.pipelines.text.tokenizer_tools import decoder_of
-    from staticllm.sources.model_at import check_model_dir
 
     try:
         check_model_dir(folder)

@@ -16,8 +16,8 @@ import pytest
 from support.models.gguf_random import write_random
 
 from staticllm.errors import ModelError
-from staticllm.sources import converted as module
-from staticllm.sources.converted import converted
+from staticllm.model_files import converted as module
+from staticllm.model_files.converted import converted
 from staticllm.wire.file_stamp import stamp_of
 from tests.cpu.conversion.test_gguf import logits_of
 
@@ -35,9 +35,7 @@ def main():
     end_with_parent()
     answer_all(answer, None)
 """
-CONVERTS = (
-    "import sys; sys.path.insert(0, sys.argv[2]); from staticllm.sources import converted as module; import pathlib; "
-)
+CONVERTS = "import sys; sys.path.insert(0, sys.argv[2]); from staticllm.model_files import converted as module; import pathlib; "
 
 
 @pytest.fixture(autouse=True)

@@ -22,9 +22,9 @@ from staticllm.compiler_passes.gguf import make_stateful
 from staticllm.compiler_passes.graph.step_graph import redirect, upstream
 from staticllm.compiler_passes.rewrites.rotate_halves import rotate_halves
 from staticllm.errors import ModelError, UnsupportedModelError
-from staticllm.sources import converted as converted_module
-from staticllm.sources.converted import converted
-from staticllm.sources.gguf_header import read_gguf_header
+from staticllm.model_files import converted as converted_module
+from staticllm.model_files.converted import converted
+from staticllm.model_files.gguf_header import read_gguf_header
 
 KINDS = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 QUICK = {("llama", "Q4_1"), ("qwen3", "Q8_0"), ("gemma2", "Q4_0"), ("demo", "Q4_K")}
@@ -133,14 +133,14 @@ def test_a_reader_that_dies_is_a_line(model_path, tmp_path, monkeypatch):
     written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
     (tmp_path / "dies.py").write_text("import os\nos.abort()\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("staticllm.sources.converted.CHILD", "dies")
+    monkeypatch.setattr("staticllm.model_files.converted.CHILD", "dies")
     with pytest.raises(ModelError, match=r"the reader crashed on .*exit code"):
         converted(written.path)
 
 
 def test_a_disk_without_room_is_a_line(model_path, tmp_path, monkeypatch):
     written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
-    monkeypatch.setattr("staticllm.sources.converted._SPARE_BYTES", 1 << 60)
+    monkeypatch.setattr("staticllm.model_files.converted._SPARE_BYTES", 1 << 60)
     with pytest.raises(ModelError, match=r"needs .* GB in .*: free space there, or set XDG_CACHE_HOME"):
         converted(written.path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(written.path))
@@ -285,7 +285,7 @@ def test_what_a_killed_conversion_left_is_removed_by_the_next(model_path, tmp_pa
 def test_a_full_disk_is_a_line(model_path, tmp_path):
     written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
     code = (
-        "import resource, sys; from pathlib import Path; from staticllm.sources.converted import converted\n"
+        "import resource, sys; from pathlib import Path; from staticllm.model_files.converted import converted\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (30000, 30000)); converted(Path(sys.argv[1]))"
     )
     command = [sys.executable, "-c", code, str(written.path)]

@@ -14,11 +14,11 @@ from support.models.lora_files import Lora, constant_value, linear_layers
 
 from staticllm import Adapter, AdapterConfig, AdapterError, StaticLLMPipeline
 from staticllm.kvcache.sequence import Conditions
+from staticllm.model_files.converted import converted
+from staticllm.model_files.gguf_header import read_gguf_header
 from staticllm.pipelines.generation.genai_adapters import adapter_set_of
 from staticllm.pipelines.loading.load import load
 from staticllm.properties import resolve
-from staticllm.sources.converted import converted
-from staticllm.sources.gguf_header import read_gguf_header
 from tests.cpu.conversion.test_gguf import EXACT, logits_of
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")

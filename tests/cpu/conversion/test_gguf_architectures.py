@@ -22,7 +22,7 @@ from support.models.gguf_random import (
 
 from staticllm import StaticLLMPipeline
 from staticllm.errors import ModelError
-from staticllm.sources.converted import converted
+from staticllm.model_files.converted import converted
 from tests.cpu.conversion.test_gguf import EXACT, logits_of
 
 LENGTH = 70

@@ -23,11 +23,11 @@ from support.models.gguf_random import (
 
 from staticllm.compiler_passes.conversion.gguf_model import convert
 from staticllm.errors import ModelError
+from staticllm.model_files.converted import converted
+from staticllm.model_files.gguf_architectures import ARCHITECTURES, check_architecture
+from staticllm.model_files.gguf_header import read_gguf_header
+from staticllm.model_files.gguf_tensors import TOKENS
 from staticllm.pipelines.diagnostics.doctor import check_gguf
-from staticllm.sources.converted import converted
-from staticllm.sources.gguf_architectures import ARCHITECTURES, check_architecture
-from staticllm.sources.gguf_header import read_gguf_header
-from staticllm.sources.gguf_tensors import TOKENS
 from tests.cpu.conversion.test_gguf import logits_of
 from tests.cpu.conversion.test_gguf_architectures import CASES
 

@@ -20,7 +20,7 @@ from staticllm.compiler_passes.conversion.gguf_tokenizer import (
     special_tokens,
 )
 from staticllm.errors import ModelError
-from staticllm.sources.gguf_header import read_gguf_header
+from staticllm.model_files.gguf_header import read_gguf_header
 
 LETTERS = "abc XYZ  \n\t'st're 0123456789 ,.!é日本🎉-_\r\n"
 SPECIAL = ("<s>", "</s>")

@@ -16,8 +16,8 @@ from staticllm.compiler_passes.decoder import DECODER_NPU
 from staticllm.compiler_passes.graph.compressed_matrix import find_compressed_matrices
 from staticllm.compiler_passes.lower import LoweringOptions, lower
 from staticllm.core import Variant
-from staticllm.sources.converted import converted_size
-from staticllm.sources.gguf_header import read_gguf_header
+from staticllm.model_files.converted import converted_size
+from staticllm.model_files.gguf_header import read_gguf_header
 from tests.cpu.conversion.test_gguf import logits_of
 
 KINDS = ("F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "MXFP4")

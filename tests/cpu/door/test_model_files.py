@@ -11,7 +11,7 @@ import pytest
 
 from staticllm import ModelError, StaticLLMPipeline, demo_model_path
 from staticllm.model_dir import max_positions
-from staticllm.sources.model_at import check_model_dir
+from staticllm.model_files.model_at import check_model_dir
 from staticllm.system.ir_file import IrError, read_ir
 
 SMALL = {"MAX_PROMPT_LEN": 32, "MIN_RESPONSE_LEN": 16, "INFERENCE_PRECISION_HINT": "f32"}

@@ -65,8 +65,8 @@ def command(environment):
 @pytest.fixture
 def bring(environment):
     """Return a function that pulls a name in this process, and returns its place and what was said."""
+    from staticllm.model_files.hub_downloads import pull
     from staticllm.model_paths.hub_names import parse_hub_name
-    from staticllm.sources.hub_downloads import pull
 
     def pulled(text, on_progress=lambda event: None):
         said = []

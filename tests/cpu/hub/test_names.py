@@ -15,10 +15,10 @@ from support.models import gguf_files
 
 from staticllm import ModelError, StaticLLMPipeline
 from staticllm.model_dir import demo_model_path
-from staticllm.sources.converted import converted
-from staticllm.sources.hub import located
-from staticllm.sources.hub_files import is_gguf_model, quant_of
-from staticllm.sources.model_at import check_model_dir
+from staticllm.model_files.converted import converted
+from staticllm.model_files.hub import located
+from staticllm.model_files.hub_files import is_gguf_model, quant_of
+from staticllm.model_files.model_at import check_model_dir
 
 DEMO, GGUFS = "small/demo-ov", "some/demo-GGUF"
 

@@ -14,8 +14,8 @@ from support.hub import COMMIT, git_digest, wait_for
 
 from staticllm import ModelError, StaticEmbeddingPipeline, StaticLLMPipeline, StaticRerankPipeline
 from staticllm.model_dir import demo_model_path
-from staticllm.sources import hub_downloads
-from staticllm.sources.model_at import check_model_dir
+from staticllm.model_files import hub_downloads
+from staticllm.model_files.model_at import check_model_dir
 
 NAME = "small/demo-ov"
 NEEDED = {path.name for path in demo_model_path().iterdir() if path.suffix in (".xml", ".bin", ".json", ".jinja")}

@@ -8,9 +8,9 @@ from support.models import gguf_files
 from support.server.served import serving
 
 from staticllm.model_dir import demo_model_path
+from staticllm.model_files.gguf_header import GGUFHeader, GGUFTensor
 from staticllm.server.catalog import ModelFacts, facts_of
 from staticllm.server.models.served import demo_spec, model_spec
-from staticllm.sources.gguf_header import GGUFHeader, GGUFTensor
 
 gguf = pytest.importorskip("gguf")
 

@@ -25,7 +25,7 @@ LEVELS = (
     "config",
     "properties ports",
     "results model_dir",
-    "events export sources",
+    "events export model_files",
     "compiler_passes.graph kvcache",
     "compiler_passes.states compiler_passes.inputs compiler_passes.rewrites compiler_passes.shapes compiler_passes.blocks",
     "compiler_passes",
@@ -62,7 +62,7 @@ INJECTED = ("wire", "attach")
 """Rooms that strangers' programs load under another name, and that therefore import each other relatively."""
 
 
-def sources(root):
+def python_files(root):
     return [path for room in ROOMS for path in sorted((root / room).rglob("*.py"))]
 
 
@@ -122,7 +122,7 @@ def test_no_module_is_ignored_by_git(root):
 
 def test_the_package_list_matches_the_disk(root):
     setup = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    folders = {path.parent for path in sources(root)}
+    folders = {path.parent for path in python_files(root)}
     assert set(setup["packages"]) == {module_of(root, folder / "__init__.py") for folder in folders}
     for package, folder in setup["package-dir"].items():
         assert (root / folder / "__init__.py").is_file(), package
@@ -130,7 +130,7 @@ def test_the_package_list_matches_the_disk(root):
 
 def test_a_path_says_where_a_name_lives(root):
     """Inside the three mapped folders an import has dots, which count on the disk as in the package; else its full name."""
-    for path in sources(root):
+    for path in python_files(root):
         me = module_of(root, path)
         is_mapped = path.relative_to(root).parts[0] != "staticllm"
         for dots, name in imports_of(root, path):
@@ -144,7 +144,7 @@ def test_a_path_says_where_a_name_lives(root):
 
 def test_imports_follow_the_import_order(root):
     bare = set(ROOMS) - {"staticllm"}
-    for path in sources(root):
+    for path in python_files(root):
         me = module_of(root, path)
         for _, name in imports_of(root, path):
             assert name.split(".")[0] not in bare, f"{me} imports the bare name {name}"
@@ -200,7 +200,7 @@ def circles_of(graph):
 
 def test_no_files_import_each_other_in_a_circle(root):
     """Imports in functions and those of types count: they hide a circle, and do not open it."""
-    modules = {module_of(root, path): path for path in sources(root)}
+    modules = {module_of(root, path): path for path in python_files(root)}
     found = circles_of({module: needed_by(root, path, modules) for module, path in modules.items()})
     assert not found, [sorted(circle) for circle in found]
 
@@ -251,7 +251,7 @@ def test_a_room_is_entered_through_its_door(drawn, root):
     """``__all__`` of a folder names the modules that other rooms may use, and no others."""
     doors = drawn["doors"]()
     assert len(doors) > 30
-    for folder in {path.parent for path in sources(root) if path.name == "__init__.py"}:
+    for folder in {path.parent for path in python_files(root) if path.name == "__init__.py"}:
         place = folder.relative_to(root).as_posix()
         tree = ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))
         named = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"]
@@ -298,7 +298,7 @@ def test_the_modules_beside_the_rooms_are_the_pipelines(root):
 
 def test_no_condition_on_a_models_name(root, zoo):
     names = {path.name for path in zoo.iterdir() if path.is_dir()} | {"model_type", "architectures"}
-    for path in sources(root):
+    for path in python_files(root):
         text = path.read_text(encoding="utf-8").lower()
         found = [name for name in names if re.search(rf"(?<![a-z0-9_]){name}(?![a-z0-9_])", text)]
         if path.name == "path_kind.py":  # it reads the end of the name, which is the kind of head, not the model
@@ -335,7 +335,7 @@ def test_every_folder_of_tests_says_what_it_needs(root):
 
 def test_one_statement_assigns_one_thing(root):
     """Names that are assigned together hide each other. Swaps are one thing, and so are constants that share a docstring."""
-    for path in sources(root):
+    for path in python_files(root):
         for node in nodes_of(path):
             if isinstance(node, ast.Assign) and node.col_offset:
                 assert len(node.targets) == 1, f"{path}:{node.lineno}: one assignment a line"
@@ -351,7 +351,7 @@ def test_no_with_statement_takes_a_condition_and_all_that_wait_are_notified(root
 
     Ctrl-C in ``notify`` leaves a waiter that has been woken in the condition, and the next ``notify`` wakes that one only.
     """
-    trees = {path: nodes_of(path) for path in sources(root)}
+    trees = {path: nodes_of(path) for path in python_files(root)}
     conditions = {
         ast.unparse(target)
         for nodes in trees.values()

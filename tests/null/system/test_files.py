@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from staticllm.errors import ModelError
-from staticllm.sources.gguf_header import read_gguf_header
+from staticllm.model_files.gguf_header import read_gguf_header
 from staticllm.system.files import remedy_of
 
 

@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 
 from staticllm.compiler_passes.conversion.gguf_merges import pairs_by_score
-from staticllm.sources.gguf_header import read_gguf_header
+from staticllm.model_files.gguf_header import read_gguf_header
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACES = " \t-\r\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"

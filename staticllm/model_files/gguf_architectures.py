@@ -15,8 +15,8 @@ from typing import Any, Literal
 import numpy as np
 
 from staticllm.errors import ModelError, shown
-from staticllm.sources.gguf_header import GGUFHeader, kinds_of
-from staticllm.sources.gguf_tensors import (
+from staticllm.model_files.gguf_header import GGUFHeader, kinds_of
+from staticllm.model_files.gguf_tensors import (
     LayerTensors,
     head_size,
     num_heads,

@@ -8,7 +8,7 @@ import os
 import pytest
 
 pytest.importorskip("huggingface_hub")
-from staticllm.sources.hub_errors import what_failed
+from staticllm.model_files.hub_errors import what_failed
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EROFS, errno.EIO])

@@ -9,8 +9,8 @@ from pathlib import Path
 from staticllm.core import OnProgress
 from staticllm.errors import ModelError
 from staticllm.model_dir import check_model_files, is_in_memory, note_given, path_of
+from staticllm.model_files.hub import located
 from staticllm.model_paths.path_kind import MODEL_XML
-from staticllm.sources.hub import located
 
 
 def check_model_dir(
@@ -46,7 +46,7 @@ def _found(path: Path, needs_tokenizer: bool, on_progress: OnProgress) -> Path:
         warnings.warn(f"{found.note}: write that name to have the same model whatever else is pulled", stacklevel=5)
     if not found.is_converted:
         return found.directory
-    from staticllm.sources.converted import converted  # it imports NumPy, which helps of commands do not need
+    from staticllm.model_files.converted import converted  # it imports NumPy, which helps of commands do not need
 
     directory = converted(found.directory, on_progress)
     note_given(directory, found.directory)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from staticllm.errors import ModelError
-from staticllm.sources import gguf_header
-from staticllm.sources.gguf_header import read_gguf_header
+from staticllm.model_files import gguf_header
+from staticllm.model_files.gguf_header import read_gguf_header
 
 
 def text(value):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from staticllm.errors import shown
-from staticllm.sources.gguf_header import GGUFHeader
+from staticllm.model_files.gguf_header import GGUFHeader
 
 ROTATION_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """Tensors that this library reads itself."""

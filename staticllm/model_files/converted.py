@@ -29,8 +29,8 @@ from staticllm.children.answers import check
 from staticllm.children.child import Child, ChildLostError, last_words, python_command
 from staticllm.core import OnProgress, ProgressEvent, Stage
 from staticllm.errors import ModelError
-from staticllm.sources.gguf_architectures import check_architecture
-from staticllm.sources.gguf_header import GGUFHeader, read_gguf_header
+from staticllm.model_files.gguf_architectures import check_architecture
+from staticllm.model_files.gguf_header import GGUFHeader, read_gguf_header
 from staticllm.system.cache_folder import user_cache
 from staticllm.system.file_lock import acquire
 from staticllm.system.files import open_regular, read_regular, remedy_of, whole_file, write_whole
@@ -77,9 +77,9 @@ def converted(path: Path, on_progress: OnProgress = lambda event: None) -> Path:
             is new, and the cache has no room or cannot be written.
     """
     folder = user_cache() / FOLDER
-    source = _source_of(path)
-    note = folder / f"{source.name}.digest"
-    digest = _noted(note) if _is_settled(note, source) else None
+    state = _state_of(path)
+    note = folder / f"{state.name}.digest"
+    digest = _noted(note) if _is_settled(note, state) else None
     if digest is not None and _is_whole(folder / digest):
         with suppress(OSError):
             os.utime(folder / digest)
@@ -92,7 +92,7 @@ def converted(path: Path, on_progress: OnProgress = lambda event: None) -> Path:
     num_bytes = max(tensor.offset + tensor.num_bytes for tensor in header.tensors)
     with told(on_progress, event, SECONDS_TO_HALF + num_bytes * SECONDS_PER_BYTE):
         digest = _digest_of(path, num_bytes)
-        _check_unchanged(path, source)
+        _check_unchanged(path, state)
         if not _is_whole(folder / digest):
             with _cache_errors(folder):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ def converted(path: Path, on_progress: OnProgress = lambda event: None) -> Path:
                 with _locked(folder / f"{digest}.lock"):
                     if not _is_whole(folder / digest):
                         shutil.rmtree(folder / digest, ignore_errors=True)
-                        _convert(path, folder / digest, num_bytes, source)
+                        _convert(path, folder / digest, num_bytes, state)
     with suppress(OSError), whole_file(note) as file:
         file.write(f"{digest}\n{os.path.abspath(path)}".encode("utf-8", "surrogateescape"))  # noqa: PTH100 - links are not followed
     on_progress(ProgressEvent(STAGE, 1, 1, time.monotonic() - begin))
@@ -133,34 +133,34 @@ def _cache_errors(folder: Path) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _FileState:
     """A file as it is now. ``name``: made of its path and its stamp; ``changed``: when it was changed last, ns."""
 
     name: str
     changed: int
 
 
-def _source_of(path: Path) -> _Source:
+def _state_of(path: Path) -> _FileState:
     try:
         stamp = stamp_of(path)
     except OSError as error:
         raise ModelError(f"{str(path)!r} cannot be read ({error.strerror or error}): {remedy_of(error)}") from None
     values = (str(path.resolve()), stamp, converter())
-    return _Source(sha256(repr(values).encode()).hexdigest()[:_DIGEST_CHARS], stamp[2])
+    return _FileState(sha256(repr(values).encode()).hexdigest()[:_DIGEST_CHARS], stamp[2])
 
 
-def _check_unchanged(path: Path, source: _Source, is_same: bool = True) -> None:
-    if not is_same or _source_of(path) != source:
+def _check_unchanged(path: Path, state: _FileState, is_same: bool = True) -> None:
+    if not is_same or _state_of(path) != state:
         raise ModelError(f"{str(path)!r} was changed while it was converted: wait until it is complete, and try again")
 
 
-def _is_settled(note: Path, source: _Source) -> bool:
+def _is_settled(note: Path, state: _FileState) -> bool:
     """Return whether a note is so much younger than its file that the file's times would show a later change.
 
     Times move in steps: a change right after the file was read could leave them as they were.
     """
     with suppress(OSError):
-        return note.stat().st_mtime_ns - source.changed > _STEP_NS
+        return note.stat().st_mtime_ns - state.changed > _STEP_NS
     return False
 
 
@@ -189,7 +189,7 @@ class ConvertedModel:
     """A model directory of the cache, the files that it was made of as far as they are known, and when it was last used."""
 
     folder: Path
-    sources: tuple[Path, ...]
+    files: tuple[Path, ...]
     num_bytes: int
     used: float
 
@@ -197,25 +197,23 @@ class ConvertedModel:
 def converted_models() -> list[ConvertedModel]:
     """Return the model directories in the user's cache."""
     folder = user_cache() / FOLDER
-    sources: dict[str, set[Path]] = {}
+    files: dict[str, set[Path]] = {}
     for note in sorted(folder.glob("*.digest")):
         if (found := _read_note(note)) is not None and found[1]:
-            sources.setdefault(found[0], set()).add(Path(found[1]))
+            files.setdefault(found[0], set()).add(Path(found[1]))
     models = []
     for each in sorted(folder.glob("*/")) if folder.is_dir() else ():
         with suppress(OSError):
             if len(each.name) == _DIGEST_CHARS and each.is_dir():
                 size = sum(path.stat().st_size for path in each.rglob("*") if path.is_file())
-                models.append(
-                    ConvertedModel(each, tuple(sorted(sources.get(each.name, ()))), size, each.stat().st_mtime)
-                )
+                models.append(ConvertedModel(each, tuple(sorted(files.get(each.name, ()))), size, each.stat().st_mtime))
     return models
 
 
 def given_as(directory: Path) -> str:
     """Return what a user calls a model directory: the GGUF file that it was made of, if it is in the user's cache."""
-    made = (each for each in converted_models() if each.folder == directory and each.sources)
-    return str(next((each.sources[0] for each in made), directory))
+    made = (each for each in converted_models() if each.folder == directory and each.files)
+    return str(next((each.files[0] for each in made), directory))
 
 
 def remove_converted(model: ConvertedModel) -> None:
@@ -270,7 +268,7 @@ def _check_room(path: Path, folder: Path, num_bytes: int) -> None:
         )
 
 
-def _convert(path: Path, target: Path, num_bytes: int, source: _Source) -> None:
+def _convert(path: Path, target: Path, num_bytes: int, state: _FileState) -> None:
     """Make the directory of a file as a whole or not at all. ``target`` is named by the digest of what was read before.
 
     So it must still be there afterwards: the child may have read something else meanwhile. Stamps alone would miss a change where
@@ -284,7 +282,7 @@ def _convert(path: Path, target: Path, num_bytes: int, source: _Source) -> None:
     scratch.mkdir()
     try:
         _run_child(path, scratch, lock)
-        _check_unchanged(path, source, _digest_of(path, num_bytes) == target.name)
+        _check_unchanged(path, state, _digest_of(path, num_bytes) == target.name)
         (scratch / _FILES).write_text(json.dumps(_files_of(scratch)), "utf-8")
         scratch.rename(target)
     finally:

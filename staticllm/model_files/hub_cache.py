@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from staticllm.errors import ModelError
+from staticllm.model_files.hub import COMMIT, MAIN, MOST_REF, cache_folder
+from staticllm.model_files.hub_files import is_gguf_model, quant_of
 from staticllm.model_paths import path_kinds as kinds
 from staticllm.model_paths.hub_names import HubName
 from staticllm.model_paths.path_kind import path_kind
-from staticllm.sources.hub import COMMIT, MAIN, MOST_REF, cache_folder
-from staticllm.sources.hub_files import is_gguf_model, quant_of
 from staticllm.system.files import read_regular
 
 if TYPE_CHECKING:

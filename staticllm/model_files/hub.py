@@ -7,10 +7,10 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from staticllm.model_files.hub_files import DEFAULT_QUANT, chosen_gguf, is_gguf_model, quant_of
 from staticllm.model_paths.hub_names import HubName, parse_hub_name
 from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML, ModelPath, path_kind
 from staticllm.model_paths.path_kinds import HUB_NAME, HUB_REVISIONS
-from staticllm.sources.hub_files import DEFAULT_QUANT, chosen_gguf, is_gguf_model, quant_of
 from staticllm.system.files import read_regular
 
 MAIN = "main"

@@ -1,4 +1,4 @@
-"""The process that talks with a hub through ``huggingface_hub``, which ``staticllm.sources.hub_downloads`` starts.
+"""The process that talks with a hub through ``huggingface_hub``, which ``staticllm.model_files.hub_downloads`` starts.
 
 It looks at a repository, and puts files into the cache of Hugging Face, in the layout that ``huggingface_hub`` documents. That
 package resumes a download only within one process and does not compare digests, so files are written here: what has arrived
@@ -20,9 +20,9 @@ from urllib.parse import urlsplit
 
 from staticllm.children.answers import answer_all
 from staticllm.errors import ModelError, StaticLLMError
+from staticllm.model_files.hub_errors import NoHubError, is_answer, what_failed
+from staticllm.model_files.hub_files import HubFile, check_file_name
 from staticllm.model_paths.path_kind import MODEL_XML
-from staticllm.sources.hub_errors import NoHubError, is_answer, what_failed
-from staticllm.sources.hub_files import HubFile, check_file_name
 from staticllm.system.file_lock import acquire
 
 CONFIG, MAX_CONFIG = "config.json", 1 << 20

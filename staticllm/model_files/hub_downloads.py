@@ -22,13 +22,13 @@ from staticllm.children.answers import check
 from staticllm.children.child import Child, ChildLostError, python_command
 from staticllm.core import OnProgress, ProgressEvent, Stage
 from staticllm.errors import ConfigError, ModelError
+from staticllm.model_files.hub import cache_folder, repository_folder
+from staticllm.model_files.hub_errors import endpoint, offline
+from staticllm.model_files.hub_files import HubFile, Repository, files_of_model
 from staticllm.model_paths.hub_names import HubName
-from staticllm.sources.hub import cache_folder, repository_folder
-from staticllm.sources.hub_errors import endpoint, offline
-from staticllm.sources.hub_files import HubFile, Repository, files_of_model
 from staticllm.wire.messages import Kind, Message
 
-CHILD = "staticllm.sources.hub_child"
+CHILD = "staticllm.model_files.hub_child"
 STAGE: Stage = "download"
 QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_SYMLINKS_WARNING": "1",
