@@ -30,7 +30,7 @@ from ..compiling.chain import (
     HostPart,
     PartBlob,
     PlannedCall,
-    PlannedSource,
+    PlannedInput,
     RowsOf,
 )
 from ..compiling.chain_compiler import compile_for_host
@@ -128,7 +128,7 @@ class ChainFiles:
                 _Part(stem, place, part.requirements if isinstance(part, PartBlob) else "")
                 for stem, place, part in zip(stems, plan.places, chain.parts, strict=True)
             ],
-            [_Call(call.part, [*map(_end, call.sources)], [*map(_end, call.targets)]) for call in plan.calls],
+            [_Call(call.part, [*map(_end, call.inputs)], [*map(_end, call.outputs)]) for call in plan.calls],
             [_Typed(_name_of(wire.element_type), list(wire.shape)) for wire in plan.wires],
             [*map(_named, plan.inputs)],
             [*map(_named, plan.outputs)],
@@ -172,7 +172,7 @@ def _named(port: ChainPort) -> _Named:
     return _Named(_name_of(port.element_type), list(port.shape), port.name)
 
 
-def _end(end: PlannedSource) -> _End:
+def _end(end: PlannedInput) -> _End:
     if isinstance(end, OfPort):
         return _End(port=end.name)
     if isinstance(end, OfWire):
@@ -204,7 +204,7 @@ def read_chain(data: bytes, bank: WeightBank) -> StoredChain:
     plan = ChainPlan(
         tuple(part.place for part in stored.parts),
         tuple(
-            PlannedCall(call.part, tuple(map(_source, call.sources)), tuple(map(_target, call.targets)))
+            PlannedCall(call.part, tuple(map(_input, call.sources)), tuple(map(_output, call.targets)))
             for call in stored.calls
         ),
         tuple(WireType(tuple(wire.shape), type_of(wire.type)) for wire in stored.wires),
@@ -218,7 +218,7 @@ def read_chain(data: bytes, bank: WeightBank) -> StoredChain:
     return StoredChain(plan, tuple(part.file for part in stored.parts), requirements)
 
 
-def _source(end: _End) -> PlannedSource:
+def _input(end: _End) -> PlannedInput:
     if end.entry is not None:
         return RowsOf(end.entry, end.port) if end.port else EntryOf(end.entry)
     if end.wire is not None:
@@ -226,7 +226,7 @@ def _source(end: _End) -> PlannedSource:
     return OfPort(end.port)
 
 
-def _target(end: _End) -> OfPort | OfWire:
+def _output(end: _End) -> OfPort | OfWire:
     if end.entry is not None or (end.wire is not None and end.port):
         raise BlobError("a chain writes to its weights or to rows of a wire: export it again")
     return OfWire(end.wire) if end.wire is not None else OfPort(end.port)
@@ -238,9 +238,9 @@ def _check(plan: ChainPlan, bank: WeightBank) -> None:
     written = set[int]()
     for call in plan.calls:
         _require(call.part < len(plan.places), "part", call.part)
-        for source in call.sources:
-            _check_source(source, plan, bank, written)
-        for target in call.targets:
+        for read in call.inputs:
+            _check_input(read, plan, bank, written)
+        for target in call.outputs:
             if isinstance(target, OfWire):
                 _require(target.number < len(plan.wires), "wire", target.number)
                 written.add(target.number)
@@ -249,23 +249,23 @@ def _check(plan: ChainPlan, bank: WeightBank) -> None:
     _require(bool(plan.calls) and all(number in written for number in range(len(plan.wires))), "wire", len(written))
 
 
-def _check_source(source: PlannedSource, plan: ChainPlan, bank: WeightBank, written: set[int]) -> None:
+def _check_input(read: PlannedInput, plan: ChainPlan, bank: WeightBank, written: set[int]) -> None:
     inputs = {port.name: port for port in plan.inputs}
-    if isinstance(source, OfWire | OfWireRows):
-        _require(source.number in written, "wire", source.number)
-    if isinstance(source, EntryOf | RowsOf):
-        _require(source.entry < len(bank.entries), "entry", source.entry)
-    if isinstance(source, OfPort | RowsOf | OfWireRows):
-        name = source.name if isinstance(source, OfPort) else source.port
+    if isinstance(read, OfWire | OfWireRows):
+        _require(read.number in written, "wire", read.number)
+    if isinstance(read, EntryOf | RowsOf):
+        _require(read.entry < len(bank.entries), "entry", read.entry)
+    if isinstance(read, OfPort | RowsOf | OfWireRows):
+        name = read.name if isinstance(read, OfPort) else read.port
         _require(name in inputs, "input", name)
-    if isinstance(source, RowsOf):
-        entry = bank.entries[source.entry]
+    if isinstance(read, RowsOf):
+        entry = bank.entries[read.entry]
         has_rows = bool(entry.shape) and entry.data.nbytes % max(entry.shape[0], 1) == 0 < entry.data.nbytes
-        _require(has_rows and inputs[source.port].element_type == ov.Type.i64, "table", entry.shape)
-    if isinstance(source, OfWireRows):
-        shape = plan.wires[source.number].shape
+        _require(has_rows and inputs[read.port].element_type == ov.Type.i64, "table", entry.shape)
+    if isinstance(read, OfWireRows):
+        shape = plan.wires[read.number].shape
         has_rows = len(shape) >= 2 and shape[0] == 1 <= math.prod(shape)
-        _require(has_rows and inputs[source.port].element_type == ov.Type.i64, "wire of rows", shape)
+        _require(has_rows and inputs[read.port].element_type == ov.Type.i64, "wire of rows", shape)
 
 
 def _require(condition: bool, what: str, value: object) -> None:

@@ -51,8 +51,8 @@ class OfWireRows:
     port: str
 
 
-Source: TypeAlias = OfPort | OfWire | OfWireRows | OfWeights | OfRows
-Target: TypeAlias = OfPort | OfWire
+BlockInput: TypeAlias = OfPort | OfWire | OfWireRows | OfWeights | OfRows
+BlockOutput: TypeAlias = OfPort | OfWire
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,11 @@ class ChainPart:
 
 @dataclass(frozen=True)
 class ChainCall:
-    """One call of a part. ``sources`` and ``targets``: what its inputs read and its outputs write, in the order of its ports."""
+    """One call of a part. ``inputs`` and ``outputs``: what its inputs read and its outputs write, in the order of its ports."""
 
     part: int
-    sources: tuple[Source, ...]
-    targets: tuple[Target, ...]
+    inputs: tuple[BlockInput, ...]
+    outputs: tuple[BlockOutput, ...]
 
 
 @dataclass(frozen=True)

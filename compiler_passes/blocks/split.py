@@ -16,6 +16,8 @@ from staticllm.errors import UnsupportedModelError
 from ..graph.control_values import Key, key_of
 from ..graph.step_graph import named_parameter, named_result, redirect, upstream
 from .chain_model import (
+    BlockInput,
+    BlockOutput,
     ChainCall,
     ChainModel,
     ChainPart,
@@ -25,8 +27,6 @@ from .chain_model import (
     OfWeights,
     OfWire,
     OfWireRows,
-    Source,
-    Target,
     WireType,
 )
 from .dataflow import Dataflow, fold_shapes, num_bytes, port_name
@@ -137,10 +137,10 @@ class _Builder:
         copy = _Copy(self.flow)
         results = [copy.output(value) for value in (*outputs, *region.outputs[1:])]
         inputs = copy.host_inputs(results)
-        targets: list[Target] = [*map(self._new_wire, outputs), *(OfPort(port_name(state)) for state in states)]
+        targets: list[BlockOutput] = [*map(self._new_wire, outputs), *(OfPort(port_name(state)) for state in states)]
         model = _model(copy.results(results), [node for node, _ in inputs], "host")
         self.parts.append(ChainPart("host", "host", model, object()))
-        self.calls.append(ChainCall(0, tuple(source for _, source in inputs), tuple(targets)))
+        self.calls.append(ChainCall(0, tuple(read for _, read in inputs), tuple(targets)))
 
     def add_regions(self, regions: Sequence[Region]) -> None:
         """Add one part for all regions of the same signature, and a call for each region."""
@@ -154,8 +154,8 @@ class _Builder:
             if region.signature not in numbers:
                 numbers[region.signature] = len(self.parts)
                 self.parts.append(self._part(region, entries, len(groups[region.signature])))
-            sources = tuple(map(self._source, entries))
-            self.calls.append(ChainCall(numbers[region.signature], sources, self._targets(region)))
+            reads = tuple(map(self._input, entries))
+            self.calls.append(ChainCall(numbers[region.signature], reads, self._outputs(region)))
 
     def _part(self, region: Region, entries: Sequence[Entry], count: int) -> ChainPart:
         name = f"{'block' if count > 1 else 'part'}{len(self.parts)}"
@@ -169,14 +169,14 @@ class _Builder:
         )
         return ChainPart(name, "device", _model(results, inputs, name), (region.signature, inlined))
 
-    def _targets(self, region: Region) -> tuple[Target, ...]:
+    def _outputs(self, region: Region) -> tuple[BlockOutput, ...]:
         states = [OfPort(port_name(state)) for state in region.states]
         num_handed_on = len(region.outputs) - len(states)
         if region.is_last:
             return (*(OfPort(port_name(result)) for result in self.flow.finals), *states)
         return (*map(self._new_wire, region.outputs[:num_handed_on]), *states)
 
-    def _source(self, entry: Entry) -> Source:
+    def _input(self, entry: Entry) -> BlockInput:
         if entry.role == "port":
             return OfPort(port_name(entry.output.get_node()))
         if entry.role in ("weights", "small"):
@@ -229,9 +229,9 @@ class _Copy:
         self._replaced[key_of(entry.output)] = parameter.output(0)
         return parameter
 
-    def host_inputs(self, results: list[ov.Output]) -> list[tuple[ov.Node, Source]]:
+    def host_inputs(self, results: list[ov.Output]) -> list[tuple[ov.Node, BlockInput]]:
         """Return the inputs of the host's part, which computes ``results``, and what they read; lookups become inputs."""
-        found = list[tuple[ov.Node, Source]]()
+        found = list[tuple[ov.Node, BlockInput]]()
         ends = [ops.result(value) for value in results]
         needed = {node.get_instance_id() for node in upstream(ends)}
         for picked in pick_rows([node for node in self._nodes if node.get_instance_id() in needed]):

@@ -16,6 +16,7 @@ import openvino as ov
 from numpy.typing import NDArray
 
 from ..blocks.chain_model import (
+    BlockInput,
     ChainCall,
     ChainModel,
     ChainPort,
@@ -25,7 +26,6 @@ from ..blocks.chain_model import (
     OfWire,
     OfWireRows,
     Place,
-    Source,
     WireType,
 )
 from .weight_bank import WeightBank
@@ -46,7 +46,7 @@ class EntryOf:
     entry: int
 
 
-PlannedSource: TypeAlias = OfPort | OfWire | OfWireRows | EntryOf | RowsOf
+PlannedInput: TypeAlias = OfPort | OfWire | OfWireRows | EntryOf | RowsOf
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class PlannedCall:
     """One call: the number of its part, what its inputs read, and what its outputs write."""
 
     part: int
-    sources: tuple[PlannedSource, ...]
-    targets: tuple[OfPort | OfWire, ...]
+    inputs: tuple[PlannedInput, ...]
+    outputs: tuple[OfPort | OfWire, ...]
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,16 @@ def plan_chain(chain: ChainModel, bank: WeightBank) -> ChainPlan:
     """Return the calls of a chain. Its constants become entries of the bank."""
 
     def planned(call: ChainCall) -> PlannedCall:
-        return PlannedCall(call.part, tuple(_planned_source(each, bank) for each in call.sources), call.targets)
+        return PlannedCall(call.part, tuple(_planned_input(each, bank) for each in call.inputs), call.outputs)
 
     places: tuple[Place, ...] = tuple(part.place for part in chain.parts)
     return ChainPlan(places, tuple(map(planned, chain.calls)), chain.wires, chain.inputs, chain.outputs)
 
 
-def _planned_source(source: Source, bank: WeightBank) -> PlannedSource:
-    if isinstance(source, OfWeights):
-        return EntryOf(bank.add(source.constant))
-    return RowsOf(bank.add(source.table), source.port) if isinstance(source, OfRows) else source
+def _planned_input(read: BlockInput, bank: WeightBank) -> PlannedInput:
+    if isinstance(read, OfWeights):
+        return EntryOf(bank.add(read.constant))
+    return RowsOf(bank.add(read.table), read.port) if isinstance(read, OfRows) else read
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class CompiledChain:
     def entries_of_device(self) -> frozenset[int]:
         """The entries of the bank that the device reads. The host reads the others where they are."""
         calls = (call for call in self.plan.calls if self.plan.places[call.part] == "device")
-        return frozenset(each.entry for call in calls for each in call.sources if isinstance(each, EntryOf))
+        return frozenset(each.entry for call in calls for each in call.inputs if isinstance(each, EntryOf))
 
     @property
     def inputs(self) -> tuple[ChainPort, ...]:
@@ -180,23 +180,23 @@ class CompiledChain:
         program = part.program if isinstance(part, HostPart) else part
         request = program.create_infer_request()
         picks = list[_Picks]()
-        for port, source in zip(program.inputs, call.sources, strict=True):
-            if isinstance(source, RowsOf):
-                entry = self.bank.entries[source.entry]
+        for port, read in zip(program.inputs, call.inputs, strict=True):
+            if isinstance(read, RowsOf):
+                entry = self.bank.entries[read.entry]
                 table = entry.data.reshape(entry.shape[0], -1)
-                picks.append(_Picks.of(table, tensors[source.port], entry.shape[1:], entry.element_type))
+                picks.append(_Picks.of(table, tensors[read.port], entry.shape[1:], entry.element_type))
                 request.set_tensor(port, picks[-1].tensor)
-            elif isinstance(source, OfWireRows):
-                wire = self.plan.wires[source.number]
-                table = wires[source.number].memory.reshape(wire.shape[1], -1)
-                picks.append(_Picks.of(table, tensors[source.port], wire.shape[2:], wire.element_type, lead=(1,)))
+            elif isinstance(read, OfWireRows):
+                wire = self.plan.wires[read.number]
+                table = wires[read.number].memory.reshape(wire.shape[1], -1)
+                picks.append(_Picks.of(table, tensors[read.port], wire.shape[2:], wire.element_type, lead=(1,)))
                 request.set_tensor(port, picks[-1].tensor)
-            elif isinstance(source, EntryOf):
-                request.set_tensor(port, self.bank.tensor(source.entry))
+            elif isinstance(read, EntryOf):
+                request.set_tensor(port, self.bank.tensor(read.entry))
             else:
-                request.set_tensor(port, _tensor_at(source, tensors, wires))
-        for port, target in zip(program.outputs, call.targets, strict=True):
-            request.set_tensor(port, _tensor_at(target, tensors, wires))
+                request.set_tensor(port, _tensor_at(read, tensors, wires))
+        for port, written in zip(program.outputs, call.outputs, strict=True):
+            request.set_tensor(port, _tensor_at(written, tensors, wires))
         return BoundCall(request, (wires, tensors, self.bank), tuple(picks))
 
 
@@ -241,17 +241,17 @@ def _tensor_at(end: OfPort | OfWire, tensors: Mapping[str, ov.Tensor], wires: Se
 
 def make_wires(plan: ChainPlan) -> tuple[_Wire, ...]:
     """Return the memory of each wire. Wires that are not needed at the same time share it."""
-    last_read = {number: place for place, call in enumerate(plan.calls) for number in _wires_in(call.sources)}
+    last_read = {number: place for place, call in enumerate(plan.calls) for number in _wires_in(call.inputs)}
     free = dict[int, list[NDArray[np.uint8]]]()
     found = dict[int, _Wire]()
     for place, call in enumerate(plan.calls):
-        for number in _wires_in(call.targets):
+        for number in _wires_in(call.outputs):
             wire = plan.wires[number]
             size = math.prod(wire.shape) * wire.element_type.bitwidth // 8
             room = free.get(size)
             memory = room.pop() if room else np.zeros(size, np.uint8)
             found[number] = _Wire(memory, ov.Tensor(memory, ov.Shape(wire.shape), wire.element_type))
-        for number in {*_wires_in(call.sources), *_wires_in(call.targets)}:
+        for number in {*_wires_in(call.inputs), *_wires_in(call.outputs)}:
             if last_read.get(number, place) == place:
                 free.setdefault(found[number].memory.nbytes, []).append(found[number].memory)
     return tuple(found[number] for number in range(len(plan.wires)))

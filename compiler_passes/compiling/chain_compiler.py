@@ -27,7 +27,7 @@ HOST_PROPERTIES: Mapping[str, Any] = with_exact_f32(HOST_DEVICE, {"INFERENCE_PRE
 
 
 @dataclass(frozen=True)
-class ChainSource:
+class UncompiledChain:
     """A program that will be compiled in blocks: ``make`` returns its static model, of ``rows`` rows; ``what`` is its name."""
 
     make: Callable[[], ov.Model]
@@ -99,14 +99,14 @@ class ChainCompiler:
         self._splitter = Splitter()
         self._known: dict[Hashable, Future[CompiledPart]] = {}
 
-    def compile_each(self, programs: Sequence[ChainSource]) -> Generator[CompiledChain, None, None]:
+    def compile_each(self, programs: Sequence[UncompiledChain]) -> Generator[CompiledChain, None, None]:
         """Compile static programs, and yield them in their order. Raises ``DeviceError`` (the device refused a part).
 
         Programs of many rows take longest, so that their parts are compiled first.
         """
         if self._num_parallel == 1:
-            for source in programs:
-                yield self._finished(self._pending(source, _run_now))
+            for program in programs:
+                yield self._finished(self._pending(program, _run_now))
             return
         pool = ThreadPool(self._num_parallel, "staticllm-compile")
 
@@ -114,31 +114,31 @@ class ChainCompiler:
             return pool.submit(function, *arguments)
 
         try:
-            order = sorted(programs, key=lambda source: -source.rows)
-            pending = {source.what: self._pending(source, submit) for source in order}
-            for source in programs:
-                yield self._finished(pending.pop(source.what))
+            order = sorted(programs, key=lambda program: -program.rows)
+            pending = {program.what: self._pending(program, submit) for program in order}
+            for program in programs:
+                yield self._finished(pending.pop(program.what))
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             self._known = {key: part for key, part in self._known.items() if _is_compiled(part)}
 
-    def compile(self, source: ChainSource) -> CompiledChain:
+    def compile(self, program: UncompiledChain) -> CompiledChain:
         """Compile one static program.
 
         Raises:
             DeviceError: the device refused a part.
         """
-        (chain,) = self.compile_each([source])
+        (chain,) = self.compile_each([program])
         return chain
 
-    def _pending(self, source: ChainSource, submit: Callable[..., Future[CompiledPart]]) -> PendingChain:
-        chain = self._splitter.split(source.make())
-        asked = tuple(sorted((name, str(value)) for name, value in source.properties.items()))
+    def _pending(self, program: UncompiledChain, submit: Callable[..., Future[CompiledPart]]) -> PendingChain:
+        chain = self._splitter.split(program.make())
+        asked = tuple(sorted((name, str(value)) for name, value in program.properties.items()))
         parts = list[Future[CompiledPart]]()
         for part in chain.parts:
             key = part.key, asked
             if key not in self._known:
-                self._known[key] = submit(self._compile_part, part, source.device, source.properties, source.what)
+                self._known[key] = submit(self._compile_part, part, program.device, program.properties, program.what)
             parts.append(self._known[key])
         return PendingChain(plan_chain(chain, self.bank), tuple(parts))
 

@@ -29,7 +29,7 @@ from staticllm.system.mapped_weights import MappedWeights
 
 from ..pass_pipeline import PassReport
 from .chain import AnyProgram, CompiledChain
-from .chain_compiler import ChainCompiler, ChainSource, compile_model
+from .chain_compiler import ChainCompiler, UncompiledChain, compile_model
 
 V = TypeVar("V", bound=ProgramVariant)
 """The sizes of a program."""
@@ -189,12 +189,12 @@ def compile_each(plan: CompilePlan[V, S], on_progress: OnProgress) -> Iterator[t
 
 
 def _compile_chains(plan: CompilePlan[V, S]) -> Generator[CompiledChain, None, None]:
-    def source(variant: V) -> ChainSource:
+    def uncompiled(variant: V) -> UncompiledChain:
         properties = plan.options.program_group(variant).properties
         make = partial(plan.lowered.specialise, variant)
-        return ChainSource(make, variant.rows, plan.options.device, properties, str(variant))
+        return UncompiledChain(make, variant.rows, plan.options.device, properties, str(variant))
 
-    return plan.chains.compile_each([source(variant) for variant in plan.variants])
+    return plan.chains.compile_each([uncompiled(variant) for variant in plan.variants])
 
 
 def compile_programs(

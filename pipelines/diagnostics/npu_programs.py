@@ -158,8 +158,8 @@ def _operations(models: Sequence[ov.Model]) -> dict[str, int]:
 def _read_bytes(call: PlannedCall, chain: CompiledChain) -> int:
     """Return the bytes of the weights and KV slots that a call reads."""
     ports = {port.name: math.prod(port.shape) * port.element_type.bitwidth // 8 for port in chain.plan.inputs}
-    entries = (chain.bank.entries[source.entry] for source in call.sources if isinstance(source, EntryOf))
-    names = (source.name for source in call.sources if isinstance(source, OfPort))
+    entries = (chain.bank.entries[read.entry] for read in call.inputs if isinstance(read, EntryOf))
+    names = (read.name for read in call.inputs if isinstance(read, OfPort))
     kv_bytes: int = sum(ports[name] for name in names if name.startswith("past."))
     return kv_bytes + sum(entry.data.nbytes for entry in entries)
 
@@ -173,7 +173,7 @@ def _counted(
     for number, count in counts.items():
         place = numbers.index(number)
         role: Role = "block" if count > 1 else "head" if place < first_repeated else "tail"
-        names = (target.name for target in calls[place].targets if isinstance(target, OfPort))
+        names = (target.name for target in calls[place].outputs if isinstance(target, OfPort))
         layers = {match[1] for match in map(_LAYER.match, names) if match}
         yield PartCalls(number, parts[number].part.name, count, role, len(layers))
 

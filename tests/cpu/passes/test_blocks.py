@@ -17,7 +17,7 @@ from staticllm.compiler_passes.blocks.dataflow import fold_shapes
 from staticllm.compiler_passes.blocks.drop_idle import drop_idle
 from staticllm.compiler_passes.blocks.split import Splitter, group_segments
 from staticllm.compiler_passes.compiling.chain import CompiledChain
-from staticllm.compiler_passes.compiling.chain_compiler import ChainCompiler, ChainSource, compile_model
+from staticllm.compiler_passes.compiling.chain_compiler import ChainCompiler, UncompiledChain, compile_model
 from staticllm.compiler_passes.compiling.dry_run import random_feeds, run_apart
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
@@ -34,8 +34,8 @@ TOLERANCE = 3e-6
 """Of a value's range: parts and wholes may sum in another order, and keys and values are f32 here."""
 
 
-def source(lowered, variant):
-    return ChainSource(lambda: lowered.specialise(variant), variant.rows, "CPU", EXACT, str(variant))
+def uncompiled(lowered, variant):
+    return UncompiledChain(lambda: lowered.specialise(variant), variant.rows, "CPU", EXACT, str(variant))
 
 
 def plan_of(path):
@@ -71,7 +71,7 @@ def test_a_chain_computes_what_the_whole_program_computes(name, lowered):
     for variant in sizes_of(name, found.shape):
         whole = compile_model(ov.Core(), found.specialise(variant), "CPU", EXACT, "it")
         feeds = random_feeds(whole, variant)
-        chain = chains.compile(source(found, variant))
+        chain = chains.compile(uncompiled(found, variant))
         assert {port.name for port in chain.inputs} == feeds.keys()
         expected, computed = run_apart(whole, feeds), run_apart(chain, feeds)
         assert expected.keys() == computed.keys()
@@ -92,7 +92,7 @@ def test_all_layers_of_a_kind_are_one_part(name, lowered):
         target.name
         for call in chain.calls
         if counts[call.part] > 1
-        for target in call.targets
+        for target in call.outputs
         if hasattr(target, "name")
     ]
     assert sorted(states) == sorted(written), "the states of all layers are written by parts that repeat"
@@ -114,9 +114,9 @@ def test_equal_parts_of_two_programs_are_compiled_once(zoo):
         return compile_model(ov.Core(), part.model, device, properties, what)
 
     chains = ChainCompiler(compile_part)
-    first = chains.compile(source(lowered, Variant(1, 128)))
-    again = chains.compile(source(lowered, Variant(1, 64)))
-    prompt = chains.compile(source(lowered, Variant(64, 0)))
+    first = chains.compile(uncompiled(lowered, Variant(1, 128)))
+    again = chains.compile(uncompiled(lowered, Variant(1, 64)))
+    prompt = chains.compile(uncompiled(lowered, Variant(64, 0)))
     assert made == ["host", "block1", "part2", *(["host", "block1"] * 2)], (
         "one head serves one row of logits of any call"
     )
@@ -139,21 +139,21 @@ def test_a_part_that_was_refused_is_compiled_again(num_parallel):
         return compile_model(ov.Core(), part.model, device, properties, what)
 
     chains = ChainCompiler(compile_part, num_parallel)
-    source = ChainSource(model.clone, 1, "CPU", EXACT, "it")
+    uncompiled = UncompiledChain(model.clone, 1, "CPU", EXACT, "it")
     with pytest.raises(DeviceError, match="refused block1"):
-        chains.compile(source)
+        chains.compile(uncompiled)
     ids = np.array([[3, 1, 4, 49]])
     whole = compile_model(ov.Core(), model, "CPU", EXACT, "it")
     np.testing.assert_allclose(
-        run(chains.compile(source), ids), run_apart(whole, {"input_ids": ids})["logits"], atol=1e-5
+        run(chains.compile(uncompiled), ids), run_apart(whole, {"input_ids": ids})["logits"], atol=1e-5
     )
 
 
 def test_rows_of_tables_are_picked_by_the_host(zoo):
     chain = Splitter().split(plan_of(zoo / "llama").lowered.specialise(Variant(16, 128)))
-    rows = [source for source in chain.calls[0].sources if isinstance(source, OfRows)]
-    assert [source.port for source in rows] == ["input_ids"]
-    assert not any(isinstance(source, OfWeights) for source in chain.calls[0].sources)
+    rows = [read for read in chain.calls[0].inputs if isinstance(read, OfRows)]
+    assert [read.port for read in rows] == ["input_ids"]
+    assert not any(isinstance(read, OfWeights) for read in chain.calls[0].inputs)
     (host, *_) = chain.parts
     assert "Gather" not in {node.get_type_name() for node in host.model.get_ops()}
 
@@ -190,7 +190,7 @@ def stateful_layers(orders):
 def test_layers_whose_states_are_numbered_in_other_orders_are_one_part():
     orders, rng = ((0, 1), (1, 0), (0, 1), (1, 0)), np.random.default_rng(1)
     model, whole = (stateful_layers(orders) for _ in range(2))
-    chain = ChainCompiler().compile(ChainSource(lambda: model, 1, "CPU", EXACT, "it"))
+    chain = ChainCompiler().compile(UncompiledChain(lambda: model, 1, "CPU", EXACT, "it"))
     assert [call.part for call in chain.plan.calls].count(1) == len(orders)
     feeds = {f"state.{number}": rng.standard_normal((1, 4, 8)).astype(np.float32) for number in range(2 * len(orders))}
     feeds["input_ids"] = np.array([[3, 1, 4, 49]])
@@ -285,7 +285,7 @@ def test_layers_whose_numbers_have_other_types_are_one_part():
     values = (np.float16(0.25), np.float32(0.3), np.float16(0.5), np.float32(0.7))
     models = [layered(values) for _ in range(2)]
     whole = compile_model(ov.Core(), models[0], "CPU", EXACT, "it")
-    chain = ChainCompiler().compile(ChainSource(lambda: models[1], 1, "CPU", EXACT, "it"))
+    chain = ChainCompiler().compile(UncompiledChain(lambda: models[1], 1, "CPU", EXACT, "it"))
     assert [call.part for call in chain.plan.calls].count(1) == len(values)
     ids = np.array([[3, 1, 4, 49]])
     expected = run_apart(whole, {"input_ids": ids})["logits"]
@@ -296,10 +296,10 @@ def test_layers_whose_numbers_have_other_types_are_one_part():
 def test_a_small_constant_is_an_input_only_if_layers_differ_in_it(values, num_inputs):
     model, ids = layered(values), np.array([[3, 1, 4, 49]])
     whole = compile_model(ov.Core(), layered(values), "CPU", EXACT, "it")
-    chain = ChainCompiler().compile(ChainSource(lambda: model, 1, "CPU", EXACT, "it"))
+    chain = ChainCompiler().compile(UncompiledChain(lambda: model, 1, "CPU", EXACT, "it"))
     repeated = [call for call in chain.plan.calls if call.part == 1]
     assert len(repeated) == 3
-    assert {len(call.sources) for call in repeated} == {num_inputs}
+    assert {len(call.inputs) for call in repeated} == {num_inputs}
     np.testing.assert_allclose(run(chain, ids), run_apart(whole, {"input_ids": ids})["logits"], atol=1e-5)
 
 
@@ -318,7 +318,7 @@ def test_layers_of_other_values_inside_are_other_parts():
     result.output(0).set_names({"logits"})
     model = ov.Model([result], [ids])
     whole = compile_model(ov.Core(), model.clone(), "CPU", EXACT, "it")
-    chain = ChainCompiler().compile(ChainSource(lambda: model, 1, "CPU", EXACT, "it"))
+    chain = ChainCompiler().compile(UncompiledChain(lambda: model, 1, "CPU", EXACT, "it"))
     tokens = np.arange(8)[None]
     np.testing.assert_allclose(run(chain, tokens), run_apart(whole, {"input_ids": tokens})["logits"], rtol=1e-5)
     assert sorted(call.part for call in chain.plan.calls)[0] == 0
@@ -342,7 +342,7 @@ def with_table(table_of, count, is_scaled=True):
 def check_chain(model, ids):
     """Compare the chain of a model with the whole model, and return the chain."""
     whole = compile_model(ov.Core(), model.clone(), "CPU", EXACT, "it")
-    chain = ChainCompiler().compile(ChainSource(lambda: model, 1, "CPU", EXACT, "it"))
+    chain = ChainCompiler().compile(UncompiledChain(lambda: model, 1, "CPU", EXACT, "it"))
     np.testing.assert_allclose(run(chain, ids), run_apart(whole, {"input_ids": ids})["logits"], rtol=1e-5, atol=1e-5)
     return chain
 
@@ -436,11 +436,11 @@ def test_rows_are_picked_before_what_treats_each_row_alike(name, axis):
     model = with_pick(end, axis)
     whole = compile_model(ov.Core(), model.clone(), "CPU", EXACT, "it")
     feeds = {"input_ids": np.array([[7, 0, 3, 3, 1, 2, 6, 5]]), "logit_rows": np.array([6, 1])}
-    chain = ChainCompiler().compile(ChainSource(lambda: model, 1, "CPU", EXACT, "it"))
+    chain = ChainCompiler().compile(UncompiledChain(lambda: model, 1, "CPU", EXACT, "it"))
     np.testing.assert_allclose(
         run_apart(chain, feeds)["logits"], run_apart(whole, feeds)["logits"], rtol=1e-4, atol=1e-5
     )
-    (picks,) = [call for call in chain.plan.calls if any(isinstance(each, OfWireRows) for each in call.sources)] or [
+    (picks,) = [call for call in chain.plan.calls if any(isinstance(each, OfWireRows) for each in call.inputs)] or [
         None
     ]
     assert (picks is not None) == (axis == 1), "only rows are picked by the host"

@@ -10,7 +10,7 @@ from support.encoders.encoder_models import ARCHIVES, Alone, Packed, TinyEncoder
 from support.models.compressed_weights import compress
 
 from staticllm.compiler_passes.blocks.split import Splitter
-from staticllm.compiler_passes.compiling.chain_compiler import ChainCompiler, ChainSource
+from staticllm.compiler_passes.compiling.chain_compiler import ChainCompiler, UncompiledChain
 from staticllm.compiler_passes.compiling.dry_run import run_apart
 from staticllm.compiler_passes.encoder import ENCODER_NPU
 from staticllm.compiler_passes.graph.step_graph import StepGraph
@@ -31,8 +31,8 @@ HALVED = 4e-3
 """Largest difference of numbers of vectors of length 1, and of scores as a share of their range, between f16 weights and f32."""
 
 
-def source_of(lowered, variant):
-    return ChainSource(lambda: lowered.specialise(variant), variant.rows, "CPU", EXACT, str(variant))
+def uncompiled(lowered, variant):
+    return UncompiledChain(lambda: lowered.specialise(variant), variant.rows, "CPU", EXACT, str(variant))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_blocks_give_the_vectors_of_the_original(name, read, lowered_of):
     chains = ChainCompiler()
     random = np.random.default_rng(3)
     for variant in VARIANTS:
-        chain = chains.compile(source_of(lowered, variant))
+        chain = chains.compile(uncompiled(lowered, variant))
         packed = Packed(lowered, variant)
         texts = some_texts(random, lowered.shape, variant)
         pooling = lowered.shape.pooling or "last"
@@ -112,7 +112,7 @@ def test_passes_for_npus_change_a_vector_by_the_rounding_of_weights(name, kind, 
         feeds = feeds_of(usual, variant)
         whole = get_core().compile_model(usual.specialise(variant), "CPU", EXACT)
         (expected, *_) = run_apart(whole, feeds).values()
-        chain = ChainCompiler().compile(source_of(lowered, variant))
+        chain = ChainCompiler().compile(uncompiled(lowered, variant))
         (found, *_) = run_apart(chain, feeds).values()
         assert np.abs(expected - found).max() <= HALVED * max(1, np.ptp(expected)), variant
         masks = [kind for kind in types_of_wires(chain) if kind == "f16"]

@@ -13,9 +13,9 @@ from staticllm.core import Variant
 def test_an_error_of_the_callback_ends_the_programs_that_wait():
     ended = []
 
-    def chains(sources):
+    def chains(programs):
         try:
-            yield from sources
+            yield from programs
         finally:
             ended.append(True)
 

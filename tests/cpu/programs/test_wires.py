@@ -29,13 +29,13 @@ def layers(count):
 def plans(draw):
     """Return a chain of calls, each of which reads some of the wires that are written by then and writes new ones."""
     calls = [PlannedCall(0, (), tuple(map(OfWire, range(draw(st.integers(1, 3))))))]
-    num_wires = len(calls[0].targets)
+    num_wires = len(calls[0].outputs)
     for _ in range(draw(st.integers(1, 8))):
         read = draw(st.lists(st.integers(0, num_wires - 1), min_size=1, max_size=3))
         count = draw(st.integers(0, 2))
         kinds = [draw(st.sampled_from([OfWire, lambda number: OfWireRows(number, "rows")])) for _ in read]
-        sources = tuple(kind(number) for kind, number in zip(kinds, read, strict=True))
-        calls.append(PlannedCall(0, sources, tuple(OfWire(num_wires + n) for n in range(count))))
+        inputs = tuple(kind(number) for kind, number in zip(kinds, read, strict=True))
+        calls.append(PlannedCall(0, inputs, tuple(OfWire(num_wires + n) for n in range(count))))
         num_wires += count
     return plan_of(calls, num_wires)
 
@@ -44,9 +44,9 @@ def check(plan):
     """Run a plan whose calls write the numbers of their wires, and check what each call reads while it writes."""
     memory = [wire.memory for wire in make_wires(plan)]
     for call in plan.calls:
-        for target in call.targets:
+        for target in call.outputs:
             memory[target.number][:] = target.number
-        for end in (*call.sources, *call.targets):
+        for end in (*call.inputs, *call.outputs):
             assert np.all(memory[end.number] == end.number), (end, call)
 
 
