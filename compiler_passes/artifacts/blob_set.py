@@ -83,7 +83,7 @@ def write_set(
     return _written(target, put_blobs, key)
 
 
-def copy_set(source: Path, target: Path, key: bytes = b"") -> None:
+def copy_set(original: Path, target: Path, key: bytes = b"") -> None:
     """Copy a whole set, verified, or nothing.
 
     Raises:
@@ -94,13 +94,13 @@ def copy_set(source: Path, target: Path, key: bytes = b"") -> None:
 
     def copy(manifest: Manifest) -> None:
         def put_blobs() -> Manifest:
-            for name, data in read_stored(source, manifest):
+            for name, data in read_stored(original, manifest):
                 _write(target / name, data)
             return manifest
 
         _written(target, put_blobs, key)
 
-    read_steadily(source, copy, key)
+    read_steadily(original, copy, key)
 
 
 def rewrite_manifest(folder: Path, manifest: Manifest, key: bytes = b"") -> None:

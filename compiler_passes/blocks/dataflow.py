@@ -59,12 +59,12 @@ def _shape_values(model: ov.Model) -> list[ov.Output]:
     nodes = model.get_ordered_ops()
     for node in nodes:
         kind = node.get_type_name()
-        sources = {kinds[value.get_node().get_instance_id()] for value in node.input_values()}
+        producers = {kinds[value.get_node().get_instance_id()] for value in node.input_values()}
         if kind in ("ShapeOf", "Constant", "Parameter"):
             kinds[node.get_instance_id()] = kind
         else:
             kinds[node.get_instance_id()] = next(
-                (each for each in ("other", "Parameter", "ShapeOf") if each in sources), "Constant"
+                (each for each in ("other", "Parameter", "ShapeOf") if each in producers), "Constant"
             )
         is_computed = kinds[node.get_instance_id()] == "Parameter" and kind != "Parameter"
         if is_computed or (kinds[node.get_instance_id()] == "ShapeOf" and _reads_weights(node, kinds)):
@@ -168,9 +168,9 @@ def _origin(node: ov.Node, known: dict[int, Origin]) -> Origin:
         if name.startswith(_OWN):
             return "own"
         return "shared"
-    sources = {known[value.get_node().get_instance_id()] for value in node.input_values()}
+    producers = {known[value.get_node().get_instance_id()] for value in node.input_values()}
     for origin in reversed(_ORDER):
-        if origin in sources:
+        if origin in producers:
             return origin
     return "constant"
 

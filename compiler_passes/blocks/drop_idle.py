@@ -79,12 +79,15 @@ def _padding_alone(node: ov.Node) -> ov.Output | None:
 
 def _converted_number(node: ov.Node) -> ov.Output | None:
     """Return a constant of one number in the type that it is converted to."""
-    source = node.input_value(0)
-    is_known = {source.get_element_type().get_type_name(), node.get_output_element_type(0).get_type_name()} <= _NUMBERS
-    is_number = source.get_node().get_type_name() == "Constant" and math.prod(source.get_shape()) == 1
+    producer = node.input_value(0)
+    is_known = {
+        producer.get_element_type().get_type_name(),
+        node.get_output_element_type(0).get_type_name(),
+    } <= _NUMBERS
+    is_number = producer.get_node().get_type_name() == "Constant" and math.prod(producer.get_shape()) == 1
     if not (is_known and is_number):
         return None
-    return ops.constant(np.asarray(source.get_node().data), node.get_output_element_type(0)).output(0)
+    return ops.constant(np.asarray(producer.get_node().data), node.get_output_element_type(0)).output(0)
 
 
 def _is_empty(value: ov.Output) -> bool:

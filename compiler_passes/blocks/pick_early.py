@@ -38,16 +38,16 @@ def pick_early(model: ov.Model) -> None:
     if pick is None:
         return
     flow = Dataflow.of(model)
-    source = pick.input_value(0).get_node()
-    last = flow.places.get(source.get_instance_id(), -1)
+    producer = pick.input_value(0).get_node()
+    last = flow.places.get(producer.get_instance_id(), -1)
     for place in reversed([cut for cut in flow.cuts if cut < last]):
         begin = flow.chain[place]
-        inner = _between(flow, begin, source)
+        inner = _between(flow, begin, producer)
         if not all(_is_row_wise(node, begin, inner) for node in inner):
             return
         _move(pick, begin, inner)
         model.validate_nodes_and_infer_types()
-        source = begin
+        producer = begin
 
 
 def _between(flow: Dataflow, begin: ov.Node, end: ov.Node) -> list[ov.Node]:

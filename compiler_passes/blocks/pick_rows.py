@@ -73,10 +73,10 @@ def _rows(table: ov.Output, size: int, count: int, port: str, picked: list[Picke
 
 def _reshaped(table: ov.Output, size: int, count: int, port: str, picked: list[PickedRows]) -> ov.Output | None:
     """Return the picked rows of a Reshape that leaves each row in its place; None if it is another."""
-    source = table.get_node().input_value(0)
-    if not table.get_shape() or table.get_shape()[0] != size or source.get_shape()[:1] != table.get_shape()[:1]:
+    producer = table.get_node().input_value(0)
+    if not table.get_shape() or table.get_shape()[0] != size or producer.get_shape()[:1] != table.get_shape()[:1]:
         return None
-    data = _rows(source, size, count, port, picked)
+    data = _rows(producer, size, count, port, picked)
     shape = np.array([count, *list(table.get_shape())[1:]])
     return data and ops.reshape(data, shape, False).output(0)
 

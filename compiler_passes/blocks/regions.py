@@ -136,18 +136,18 @@ class _Walk:
                 self._known[key] = entry
                 stack.pop()
                 continue
-            sources = current.get_node().input_values()
-            missing = [source for source in sources if key_of(source) not in self._known]
+            producers = current.get_node().input_values()
+            missing = [producer for producer in producers if key_of(producer) not in self._known]
             if missing:
                 stack.extend(reversed(missing))
                 continue
-            self._known[key] = self._computed(current, sources)
+            self._known[key] = self._computed(current, producers)
             stack.pop()
         return self._known[key_of(output)]
 
-    def _computed(self, output: ov.Output, sources: Sequence[ov.Output]) -> int:
+    def _computed(self, output: ov.Output, producers: Sequence[ov.Output]) -> int:
         node = output.get_node()
-        read = tuple(self._known[key_of(source)] for source in sources)
+        read = tuple(self._known[key_of(producer)] for producer in producers)
         attributes = self.regions.attributes(node)
         return self.regions.intern((node.get_type_name(), output.get_index(), _type_of(output), attributes, read))
 

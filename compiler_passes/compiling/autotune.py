@@ -364,10 +364,10 @@ def first_layers(model: ov.Model, most: float) -> ov.Model | None:
     places = {node.get_name(): place for place, node in enumerate(nodes)}
     needed = list[int]()  # of each node: the nodes that it needs, as bits
     for node in nodes:
-        sources = (places[value.get_node().get_name()] for value in node.input_values())
+        producers = (places[value.get_node().get_name()] for value in node.input_values())
         bits = 0 if node.get_type_name() == "Constant" else 1 << len(needed)
-        for source in sources:
-            bits |= needed[source]
+        for producer in producers:
+            bits |= needed[producer]
         needed.append(bits)
     total = max(bits.bit_count() for bits in needed)
     chosen = list[ov.Node]()

@@ -32,7 +32,7 @@ class CompressedMatrix:
     scaled: ov.Node
 
     @property
-    def source(self) -> ov.Output:
+    def producer(self) -> ov.Output:
         """The values that are multiplied with the matrix, ``[..., K]``."""
         return self.product.input_value(0)
 
@@ -60,14 +60,14 @@ class CompressedMatrix:
             output = output.get_node().input_value(0)
         return len(output.get_target_inputs()) > 1
 
-    def replace(self, weights: ov.Output, source: ov.Output | None = None) -> None:
-        """Multiply with other weights, ``[..., N, K]`` in any type, and with other values if a ``source`` is given."""
+    def replace(self, weights: ov.Output, producer: ov.Output | None = None) -> None:
+        """Multiply with other weights, ``[..., N, K]`` in any type, and with other values if a ``producer`` is given."""
         wanted = self.product.get_input_element_type(1)
         if weights.get_element_type() != wanted:
             weights = ops.convert(weights, wanted.get_type_name()).output(0)
         self.product.input(1).replace_source_output(weights)
-        if source is not None:
-            self.product.input(0).replace_source_output(source)
+        if producer is not None:
+            self.product.input(0).replace_source_output(producer)
 
 
 def find_compressed_matrices(model: ov.Model) -> list[CompressedMatrix]:

@@ -76,17 +76,19 @@ def divide(model: ov.Model, exposed: Iterable[str] = ()) -> Control:
     for node in model.get_ordered_ops():
         key = node.get_instance_id()
         kind = node.get_type_name()
-        sources = [value.get_node().get_instance_id() for value in node.input_values()]
+        producers = [value.get_node().get_instance_id() for value in node.input_values()]
         if kind == "Parameter":
             names = node.output(0).get_names()
             (from_ids if INPUT_IDS in names else data if names & set(exposed) else set()).add(key)
-        elif kind == "Constant" or (sources and constants.issuperset(sources)):
+        elif kind == "Constant" or (producers and constants.issuperset(producers)):
             constants.add(key)
         elif kind == "ShapeOf":
             continue
-        elif not data.isdisjoint(sources) or (kind == "Gather" and sources[0] in constants and sources[1] in from_ids):
+        elif not data.isdisjoint(producers) or (
+            kind == "Gather" and producers[0] in constants and producers[1] in from_ids
+        ):
             data.add(key)
-        elif not from_ids.isdisjoint(sources):
+        elif not from_ids.isdisjoint(producers):
             from_ids.add(key)
     return Control(model, frozenset(constants), frozenset(data))
 

@@ -56,10 +56,12 @@ def _has_rows(probe: ov.Node) -> bool:
 def _kinds(nodes: list[ov.Node]) -> list[int]:
     """Return a number for the kind of each node."""
     places = {node.get_instance_id(): index for index, node in enumerate(nodes)}
-    sources = [tuple(places[value.get_node().get_instance_id()] for value in node.input_values()) for node in nodes]
+    producers = [tuple(places[value.get_node().get_instance_id()] for value in node.input_values()) for node in nodes]
     kinds = [hash(_own_kind(node)) for node in nodes]
     for _ in range(_UPSTREAM):
-        kinds = [hash((kinds[index], *(kinds[source] for source in found))) for index, found in enumerate(sources)]
+        kinds = [
+            hash((kinds[index], *(kinds[producer] for producer in found))) for index, found in enumerate(producers)
+        ]
     return kinds
 
 

@@ -29,7 +29,7 @@ class LinearLayer:
     names: tuple[str, ...]
 
     @property
-    def source(self) -> ov.Output:
+    def producer(self) -> ov.Output:
         """The values that it reads, ``[..., in_size]``."""
         return self.node.input_value(0)
 

@@ -48,7 +48,7 @@ class Remains:
     axes: tuple[int, ...] | None
 
     @property
-    def source(self) -> ov.Output:
+    def producer(self) -> ov.Output:
         """The output that holds it."""
         return self.port.get_source_output()
 
@@ -65,7 +65,7 @@ def check_places(graph: EncoderGraph) -> None:
     """
     remains = _what_remains(graph)
     singles = [one for one in remains if one.axes is not None and len(one.axes) < 2]  # pairs would take rows² elements
-    most = dict(zip(singles, evaluate(graph.model, [one.source for one in singles], 1, graph.num_rows), strict=True))
+    most = dict(zip(singles, evaluate(graph.model, [one.producer for one in singles], 1, graph.num_rows), strict=True))
     pairs = 0
     for one in remains:
         largest = most.get(one, one.large)
@@ -142,6 +142,6 @@ def _reason(graph: EncoderGraph, one: Remains, largest: Value) -> str | None:
         return "a value whose size depends on the number of rows"
     if len(one.axes) != 2:
         return None if is_uniform(largest, one.axes) else "the places of tokens"
-    (value,) = evaluate(graph.model, [one.source], 1, min(graph.num_rows, MANY_ROWS))
+    (value,) = evaluate(graph.model, [one.producer], 1, min(graph.num_rows, MANY_ROWS))
     is_right = is_uniform(value, one.axes) or depends_on_distance(value, (one.axes[0], one.axes[1]))
     return None if is_right else "the places of two tokens, not only their distance"

@@ -70,30 +70,30 @@ def key_of(output: ov.Output) -> Key:
     return output.get_node().get_instance_id(), output.get_index()
 
 
-def classify(model: ov.Model, sources: list[ov.Output], max_len: int) -> dict[Key, Seen]:
-    """Classify each of the masks ``sources``, for sequences of up to ``max_len`` tokens.
+def classify(model: ov.Model, outputs: list[ov.Output], max_len: int) -> dict[Key, Seen]:
+    """Classify each of the masks ``outputs``, for sequences of up to ``max_len`` tokens.
 
     None is evaluated for longer ones: a model may have no more positions.
 
     Raises:
         UnsupportedModelError: a mask is of an unknown kind, or the model has fewer positions; the message names it.
     """
-    unique = {key_of(source): source for source in sources}
+    unique = {key_of(output): output for output in outputs}
     max_len = max(max_len, SHORTEST)
     probes = probes_of(max_len)
     evaluate = _evaluator(model, list(unique.values()))
     _check_positions(evaluate, max_len)
     values, others = ([evaluate(probe, seed) for probe in probes] for seed in (0, 1))
     kinds = {}
-    for index, (key, source) in enumerate(unique.items()):
+    for index, (key, output) in enumerate(unique.items()):
         if any(not np.array_equal(one[index], other[index]) for one, other in zip(values, others, strict=True)):
-            name = source.get_node().get_friendly_name()
+            name = output.get_node().get_friendly_name()
             raise UnsupportedModelError(STAGE, f"the mask {name!r} depends on the values of tokens or KV slots")
         found = classify_one(probes, [value[index] for value in values], _one_of(evaluate, index), max_len)
         if found is None:
             raise UnsupportedModelError(
                 STAGE,
-                f"the mask {source.get_node().get_friendly_name()!r} is of an unknown kind: it hides more than the tokens before "
+                f"the mask {output.get_node().get_friendly_name()!r} is of an unknown kind: it hides more than the tokens before "
                 f"a first one, or its bias depends on more than distance or key (evaluated for up to {max_len} tokens)",
             )
         kinds[key] = found
@@ -216,11 +216,11 @@ def _digest(table: NDArray[np.generic]) -> str:
     return hashlib.sha256(np.ascontiguousarray(table).tobytes()).hexdigest()[:8]
 
 
-def _evaluator(model: ov.Model, sources: list[ov.Output]) -> Evaluate:
+def _evaluator(model: ov.Model, outputs: list[ov.Output]) -> Evaluate:
     """Compile the subgraphs of the masks on the CPU, and return a function from a probe to their values."""
-    needed = {node.get_instance_id() for node in upstream([source.get_node() for source in sources])}
+    needed = {node.get_instance_id() for node in upstream([output.get_node() for output in outputs])}
     parameters = [node for node in model.get_parameters() if node.get_instance_id() in needed]
-    compiled = get_core().compile_model(part_of(sources, parameters), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    compiled = get_core().compile_model(part_of(outputs, parameters), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
 
     def evaluate(probe: MaskProbe, seed: int = 0) -> list[NDArray[np.float32]]:
         random = np.random.default_rng(seed)

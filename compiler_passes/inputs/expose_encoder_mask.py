@@ -54,7 +54,7 @@ class Term:
         return self.port.get_node().get_instance_id(), self.port.get_index()
 
     @property
-    def source(self) -> ov.Output:
+    def producer(self) -> ov.Output:
         """The output that holds it."""
         return self.port.get_source_output()
 
@@ -175,15 +175,15 @@ def _is_known(port: ov.Input, control: Control) -> bool:
 
 def _kinds(graph: EncoderGraph, terms: list[Term]) -> dict[Key, EncoderMask]:
     """Return, by the key of a term, the kind of each one that only hides cells, as one of the known kinds does."""
-    sources: dict[tuple[Key, bool | None], list[Term]] = {}
+    producers: dict[tuple[Key, bool | None], list[Term]] = {}
     for term in terms:
-        sources.setdefault((key_of(term.source), term.when), []).append(term)
+        producers.setdefault((key_of(term.producer), term.when), []).append(term)
     kinds = {}
-    for same in sources.values():
+    for same in producers.values():
         first = same[0]
         if first.when is not None and not _replaces_by_hidden(graph, first):
             continue
-        (value,) = evaluate(graph.model, [first.source], 1, graph.num_rows)
+        (value,) = evaluate(graph.model, [first.producer], 1, graph.num_rows)
         hidden = first.hides(value)
         kind = None if hidden is None else kind_of(hidden, graph.num_rows)
         if kind is not None:

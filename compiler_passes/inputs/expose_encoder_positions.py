@@ -75,8 +75,8 @@ def expose_encoder_positions(graph: EncoderGraph) -> None:
         if offset is not None:
             _limit_rows(graph, place.port, offset)
     looked_up = [place for place, offset in indices if offset is None and _can_be_looked_up(graph, place)]
-    sources = {key_of(place.port.get_source_output()): place.port.get_source_output() for place in looked_up}
-    tables = dict(zip(sources, evaluate(graph.model, list(sources.values()), 1, graph.num_rows), strict=True))
+    producers = {key_of(place.port.get_source_output()): place.port.get_source_output() for place in looked_up}
+    tables = dict(zip(producers, evaluate(graph.model, list(producers.values()), 1, graph.num_rows), strict=True))
     for place in looked_up:
         _check_table(graph, place, tables[key_of(place.port.get_source_output())])
     for place, offset in indices:
@@ -185,8 +185,8 @@ def _limit_to_tables(graph: EncoderGraph) -> None:
     ids = tokens.get_instance_id()
     for node in graph.model.get_ordered_ops():
         if node.get_type_name() == "Gather" and _picks_rows(node):
-            sources = {other.get_instance_id() for other in upstream([node.input_value(1).get_node()])}
-            if own in sources and ids not in sources:
+            producers = {other.get_instance_id() for other in upstream([node.input_value(1).get_node()])}
+            if own in producers and ids not in producers:
                 (value,) = evaluate(graph.model, [node.input_value(1)], 1, PROBE_ROWS[0])  # at positions of 0
                 _limit_rows(graph, node.input(1), int(value.max()))
 

@@ -91,12 +91,12 @@ def _reaches(model: ov.Model) -> list[int]:
     found = []
     for index, node in enumerate(nodes):
         key = node.get_instance_id()
-        sources = {value.get_node().get_instance_id() for value in node.input_values()}
+        producers = {value.get_node().get_instance_id() for value in node.input_values()}
         if node.get_type_name() == "Parameter" and POSITION_IDS in node.output(0).get_names():
             of_rows.add(key)
-        elif node.get_type_name() in ("Constant", "ShapeOf") or (sources and sources <= sizes):
+        elif node.get_type_name() in ("Constant", "ShapeOf") or (producers and producers <= sizes):
             sizes.add(key)
-        elif not sources.isdisjoint(of_rows) and sources <= of_rows | sizes:
+        elif not producers.isdisjoint(of_rows) and producers <= of_rows | sizes:
             if _sizes(few[index]) == _sizes(many[index]):
                 found.append(index)
             else:
@@ -295,7 +295,7 @@ def _joins_at(graph: StepGraph, reaches: list[int], joins: list[_Join], values: 
     own = {name: node for node in graph.model.get_parameters() for name in node.output(0).get_names()}
     for node in list(upstream([output.get_node() for output in outputs])):
         for port in node.inputs():
-            source = port.get_source_output()
-            if source.get_node().get_type_name() == "Parameter":
-                port.replace_source_output(own[next(iter(source.get_names()))].output(0))
+            producer = port.get_source_output()
+            if producer.get_node().get_type_name() == "Parameter":
+                port.replace_source_output(own[next(iter(producer.get_names()))].output(0))
     return outputs

@@ -39,12 +39,12 @@ def expose_mask(graph: StepGraph, max_len: int) -> None:
         graph.note(STAGE, "no attention: nothing to mask")
         return
     ports = [_mask_port(attention) for attention in attentions]
-    sources = [port.get_source_output() for port in ports]
-    found = classify(graph.model, sources, max_len)
+    producers = [port.get_source_output() for port in ports]
+    found = classify(graph.model, producers, max_len)
     inputs: dict[MaskKind, ov.Node] = {}
     biased: dict[Seen, ov.Output] = {}
-    for attention, port, source in zip(attentions, ports, sources, strict=True):
-        seen = found[key_of(source)]
+    for attention, port, producer in zip(attentions, ports, producers, strict=True):
+        seen = found[key_of(producer)]
         shape = attention.scores.get_output_partial_shape(0)
         rows = shape[2]
         if seen.kind not in inputs:

@@ -172,16 +172,16 @@ def _evaluate(model: ov.Model, past: int, new: int) -> Values:
     for index, node in enumerate(nodes):
         kind = node.get_type_name()
         key = node.get_instance_id()
-        sources = {value.get_node().get_instance_id() for value in node.input_values()}
-        if kind == "Constant" or (sources and sources <= constant):
+        producers = {value.get_node().get_instance_id() for value in node.input_values()}
+        if kind == "Constant" or (producers and producers <= constant):
             constant.add(key)
         elif kind == "Parameter" and ATTENTION_MASK in node.output(0).get_names():
             ones = np.ones((1, past + new), node.get_element_type().to_dtype())
             lengths.add(_feed(node, ops.constant(ones)))
-        elif kind == "ShapeOf" and not sources <= lengths and node.input_value(0).get_partial_shape().is_static:
+        elif kind == "ShapeOf" and not producers <= lengths and node.input_value(0).get_partial_shape().is_static:
             shape = np.array(node.input_value(0).get_partial_shape().to_shape())
             lengths.add(_feed(node, ops.constant(shape, node.get_output_element_type(0))))
-        elif sources and sources <= lengths | constant:
+        elif producers and producers <= lengths | constant:
             lengths.add(key)
             wanted.append(index)
     return _values(nodes, wanted)
@@ -229,7 +229,7 @@ def _drop_attention_mask(graph: StepGraph) -> None:
 def _refuse_lengths(graph: StepGraph) -> None:
     """Refuse nodes that count the tokens of a conversation in ``attention_mask``.
 
-    A model without KV slots has no other source of that length, and the host does not feed it.
+    A model without KV slots has no other producer of that length, and the host does not feed it.
 
     Raises:
         UnsupportedModelError: a node counts them; the message names it.
@@ -297,10 +297,10 @@ def _may_vary(nodes: list[ov.Node]) -> bool:
     candidates = []
     for node in nodes:
         key = node.get_instance_id()
-        sources = {value.get_node().get_instance_id() for value in node.input_values()}
-        if node.get_type_name() == "Constant" or (sources and sources <= constant):
+        producers = {value.get_node().get_instance_id() for value in node.input_values()}
+        if node.get_type_name() == "Constant" or (producers and producers <= constant):
             constant.add(key)
-        elif node.get_type_name() == "ShapeOf" or (sources and sources <= lengths | constant):
+        elif node.get_type_name() == "ShapeOf" or (producers and producers <= lengths | constant):
             lengths.add(key)
             candidates.append(node)
     return any(_feeds_data(node, lengths) for node in candidates)

@@ -80,8 +80,8 @@ def _values_of_positions(graph: StepGraph) -> list[ov.Output]:
     control = divide(graph.model, names - control_names)
     dependent = {parameter.get_instance_id()}
     for node in graph.model.get_ordered_ops():
-        sources = {value.get_node().get_instance_id() for value in node.input_values()}
-        if node.get_type_name() != "ShapeOf" and not sources.isdisjoint(dependent):
+        producers = {value.get_node().get_instance_id() for value in node.input_values()}
+        if node.get_type_name() != "ShapeOf" and not producers.isdisjoint(dependent):
             dependent.add(node.get_instance_id())
     boundaries = (port.get_source_output() for port in control.boundaries)
     found = {key_of(value): value for value in boundaries if value.get_node().get_instance_id() in dependent}

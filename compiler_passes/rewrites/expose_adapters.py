@@ -106,9 +106,9 @@ def _groups(changes: list[Change]) -> list[list[Change]]:
     """Return the changes of layers that read the same values together, unless they are large."""
     groups: dict[tuple[int, int, int], list[Change]] = defaultdict(list)
     for number, change in enumerate(changes):
-        source = change.layer.source
+        producer = change.layer.producer
         alone = number + 1 if change.layer.out_size * change.rank > LARGE_VALUES else 0
-        groups[source.get_node().get_instance_id(), source.get_index(), alone].append(change)
+        groups[producer.get_node().get_instance_id(), producer.get_index(), alone].append(change)
     return list(groups.values())
 
 
@@ -132,10 +132,10 @@ class _RowScales:
         self._picks = graph.parameter(LOGIT_ROWS)
         self._known: dict[tuple[tuple[int, ...], bool, bool], ov.Node] = {}
 
-    def of(self, group: AdaptedGroup, source: ov.Output) -> ov.Node:
-        """Return the factors for the rows of ``source``, ``[1, rows, rank]``, or ``[rows, rank]`` like ``source``."""
-        is_picked = self._is_picked(source)
-        is_flat = len(source.get_partial_shape()) == 2
+    def of(self, group: AdaptedGroup, producer: ov.Output) -> ov.Node:
+        """Return the factors for the rows of ``producer``, ``[1, rows, rank]``, or ``[rows, rank]`` like ``producer``."""
+        is_picked = self._is_picked(producer)
+        is_flat = len(producer.get_partial_shape()) == 2
         key = (group.columns, is_picked, is_flat)
         if key not in self._known:
             found = self._scales
@@ -145,8 +145,8 @@ class _RowScales:
             self._known[key] = ops.reshape(found, np.array([-1, group.rank]), special_zero=False) if is_flat else found
         return self._known[key]
 
-    def _is_picked(self, source: ov.Output) -> bool:
-        node = source.get_node()
+    def _is_picked(self, producer: ov.Output) -> bool:
+        node = producer.get_node()
         picks = self._picks
         if picks is None or node.get_type_name() != "Gather":
             return False
@@ -155,18 +155,18 @@ class _RowScales:
 
 def _expose(graph: StepGraph, group: AdaptedGroup, members: list[Change], rows: _RowScales) -> None:
     """Add the inputs of one group, and what they compute to the outputs of its layers."""
-    source = members[0].layer.source
-    rank = source.get_partial_shape().rank
+    producer = members[0].layer.producer
+    rank = producer.get_partial_shape().rank
     if rank.is_dynamic or rank.get_length() not in (2, 3, 4):
         raise AdapterError(
-            f"{members[0].adapters[0][1]!r} reads values of shape {source.get_partial_shape()}: adapters are not possible there"
+            f"{members[0].adapters[0][1]!r} reads values of shape {producer.get_partial_shape()}: adapters are not possible there"
         )
     own_type = _TYPES[graph.adapter_type]
     a = graph.add_parameter(group.a_name, ov.PartialShape([group.rank, group.in_size]), own_type)
     b = graph.add_parameter(group.b_name, ov.PartialShape([group.out_size, group.rank]), own_type)
-    low = ops.matmul(source, ops.convert_like(a, source), transpose_a=False, transpose_b=True)
-    low = ops.multiply(low, ops.convert_like(rows.of(group, source), source))
-    change = ops.matmul(low, ops.convert_like(b, source), transpose_a=False, transpose_b=True)
+    low = ops.matmul(producer, ops.convert_like(a, producer), transpose_a=False, transpose_b=True)
+    low = ops.multiply(low, ops.convert_like(rows.of(group, producer), producer))
+    change = ops.matmul(low, ops.convert_like(b, producer), transpose_a=False, transpose_b=True)
     parts = [change.output(0)]
     if len(members) > 1:
         parts = ops.variadic_split(change, -1, np.array([member.layer.out_size for member in members])).outputs()

@@ -46,8 +46,8 @@ def find_groups(model: ov.Model, is_projection: Callable[[ov.Node], bool]) -> li
     groups: dict[tuple[int, int], list[ov.Node]] = defaultdict(list)
     for node in model.get_ordered_ops():
         if is_projection(node):
-            source = node.input_value(0)
-            groups[source.get_node().get_instance_id(), source.get_index()].append(node)
+            producer = node.input_value(0)
+            groups[producer.get_node().get_instance_id(), producer.get_index()].append(node)
     return [sorted(group, key=_order) for group in groups.values() if len(group) > 1]
 
 

@@ -27,7 +27,7 @@ _BITS_OF_BYTE = 8
 
 @dataclass(frozen=True)
 class _Rotation:
-    """Heads ``[1, tokens, heads, size]`` before and after a rotation (``source``, ``result``).
+    """Heads ``[1, tokens, heads, size]`` before and after a rotation (``unrotated``, ``result``).
 
     ``cosine`` and ``sine`` are ``[1, tokens, 1, size / 2]``.
 
@@ -35,7 +35,7 @@ class _Rotation:
     """
 
     result: ov.Node
-    source: ov.Output
+    unrotated: ov.Output
     cosine: ov.Output
     sine: ov.Output
     weights: tuple[ov.Node, ...]
@@ -44,7 +44,7 @@ class _Rotation:
     @property
     def order(self) -> Order:
         """The row that each row becomes: of each head, first those at even places, then the others."""
-        return order_of_halves(*(self.source.get_partial_shape()[axis].get_length() for axis in (2, 3)))
+        return order_of_halves(*(self.unrotated.get_partial_shape()[axis].get_length() for axis in (2, 3)))
 
 
 def order_of_halves(heads: int, size: int) -> Order:
@@ -54,7 +54,7 @@ def order_of_halves(heads: int, size: int) -> Order:
 
 def has_pairs(model: ov.Model) -> bool:
     return any(
-        _turned_source(value) is not None
+        _unturned(value) is not None
         for node in model.get_ordered_ops()
         if node.get_type_name() == "Multiply"
         for value in node.input_values()[:1]
@@ -79,7 +79,7 @@ def rotate_halves(model: ov.Model) -> int:
     """Change a decoder in place, and return the number of rotations that changed: all, or none if one cannot be understood."""
     found = {node.get_instance_id(): rotation for node in model.get_ordered_ops() if (rotation := _rotation(node))}
     sides = [
-        [_source(node.input_value(side), found) for side in (0, 1)]
+        [_rotation_of(node.input_value(side), found) for side in (0, 1)]
         for node in model.get_ordered_ops()
         if node.get_type_name() == "ScaledDotProductAttention"
     ]
@@ -103,19 +103,19 @@ def _rotation(node: ov.Node) -> _Rotation | None:
     if any(product.get_type_name() != "Multiply" for product in products):
         return None
     plain, turned = products
-    source = plain.input_value(0)
-    shape = source.get_partial_shape()
-    if len(shape) != 4 or shape[2].is_dynamic or shape[3].is_dynamic or _turned_source(turned.input_value(0)) != source:
+    unrotated = plain.input_value(0)
+    shape = unrotated.get_partial_shape()
+    if len(shape) != 4 or shape[2].is_dynamic or shape[3].is_dynamic or _unturned(turned.input_value(0)) != unrotated:
         return None
     cosine, sine = (_doubled(product.input_value(1)) for product in products)
-    readers = {reader.get_instance_id() for reader in consumers(source)}
-    rows = _rows(source)
+    readers = {reader.get_instance_id() for reader in consumers(unrotated)}
+    rows = _rows(unrotated)
     if cosine is None or sine is None or rows is None or len(readers) != 2:
         return None
-    return _Rotation(node, source, cosine, sine, *rows)
+    return _Rotation(node, unrotated, cosine, sine, *rows)
 
 
-def _turned_source(value: ov.Output) -> ov.Output | None:
+def _unturned(value: ov.Output) -> ov.Output | None:
     """Return the heads of which ``value`` has the pairs turned by a quarter: ``(a, b)`` is ``(-b, a)``."""
     join = through(value, "Reshape").get_node()
     if join.get_type_name() != "Concat" or join.get_input_size() != _PAIR:
@@ -201,7 +201,7 @@ def _is_unshared(constant: ov.Node) -> bool:
     return len(constant.output(0).get_target_inputs()) == 1
 
 
-def _source(value: ov.Output, found: dict[int, _Rotation]) -> _Rotation | None:
+def _rotation_of(value: ov.Output, found: dict[int, _Rotation]) -> _Rotation | None:
     """Return the rotation that attention reads, through what only moves numbers; None if there is none."""
     while (node := value.get_node()).get_instance_id() not in found:
         if node.get_type_name() not in _MOVES:
@@ -247,7 +247,7 @@ def _change(rotation: _Rotation) -> None:
         redirect(bias.output(0), ops.constant(values, bias.get_element_type()).output(0))
     turn = ops.constant([0, 2, 1, 3])
     cosine, sine = (ops.transpose(ops.concat([each, each], -1), turn) for each in (rotation.cosine, rotation.sine))
-    rotated = rotated_halves(ops.transpose(rotation.source, turn).output(0), cosine.output(0), sine.output(0))
+    rotated = rotated_halves(ops.transpose(rotation.unrotated, turn).output(0), cosine.output(0), sine.output(0))
     redirect(rotation.result.output(0), ops.transpose(rotated, turn).output(0))
 
 

@@ -41,25 +41,25 @@ Numbers = NDArray[np.int64] | NDArray[np.float32]
 
 @dataclass
 class _Sums:
-    """What products with the same source share: their sums, and their source with these sums."""
+    """What products with the same producer share: their sums, and their producer with these sums."""
 
     values: dict[Key, ov.Output] = field(default_factory=dict)
 
     def of(self, matrix: CompressedMatrix, parts: int) -> ov.Output:
-        """Return the sums of this number of parts of a matrix's source."""
-        source = matrix.source
-        key = (source.get_node().get_instance_id(), source.get_index(), parts)
+        """Return the sums of this number of parts of a matrix's producer."""
+        producer = matrix.producer
+        key = (producer.get_node().get_instance_id(), producer.get_index(), parts)
         if key not in self.values:
-            self.values[key] = _sums(source, parts, matrix.shape[-1] // parts)
+            self.values[key] = _sums(producer, parts, matrix.shape[-1] // parts)
         return self.values[key]
 
     def beside(self, matrix: CompressedMatrix, parts: int) -> ov.Output:
-        """Return ``[source, sums, sums]``."""
-        source = matrix.source
-        key = (source.get_node().get_instance_id(), source.get_index(), -parts)
+        """Return ``[producer, sums, sums]``."""
+        producer = matrix.producer
+        key = (producer.get_node().get_instance_id(), producer.get_index(), -parts)
         if key not in self.values:
             sums = self.of(matrix, parts)
-            self.values[key] = ops.concat([source, sums, sums], axis=-1).output(0)
+            self.values[key] = ops.concat([producer, sums, sums], axis=-1).output(0)
         return self.values[key]
 
 
@@ -87,7 +87,7 @@ def _shift(matrix: CompressedMatrix, sums: _Sums, shifted: dict[int, ov.Node]) -
         zero_points = fractions_of(matrix)
     if zero_points is None:
         return "its zero points are no integers of the type of its weights"
-    if matrix.source.get_partial_shape().rank.is_dynamic:
+    if matrix.producer.get_partial_shape().rank.is_dynamic:
         return "the rank of its input is not known"
     if matrix.shape[-1] % 2 and matrix.bits < 8:
         return "a row is no whole number of bytes"
@@ -138,7 +138,7 @@ def _add_correction(matrix: CompressedMatrix, weights: ov.Node, offsets: Numbers
     factors = (offsets.reshape(scale.shape) * scale).reshape([*matrix.shape[:-1], groups])
     fits = offsets.dtype == np.float32 and np.abs(factors).max() <= LARGEST
     kind = np.float16 if fits else matrix.scale.get_element_type().to_dtype()
-    change = _outer(sums.of(matrix, groups), factors.astype(kind), matrix.source)
+    change = _outer(sums.of(matrix, groups), factors.astype(kind), matrix.producer)
     total = ops.add(product, change)
     total.set_friendly_name(f"{product.get_friendly_name()}/shifted")
     for reader in readers:
@@ -161,10 +161,10 @@ def _numbers(output: ov.Output) -> NDArray[np.float32]:
     return np.asarray(node.get_data(dtype=np.float32)).reshape(list(output.get_shape()))
 
 
-def _sums(source: ov.Output, parts: int, size: int) -> ov.Output:
+def _sums(producer: ov.Output, parts: int, size: int) -> ov.Output:
     """Return the sums of ``parts`` parts of this ``size`` of the last axis: ``[..., parts]``."""
-    kept = [0] * (len(source.get_partial_shape()) - 1)
-    cut = ops.reshape(source, np.array([*kept, parts, size]), special_zero=True)
+    kept = [0] * (len(producer.get_partial_shape()) - 1)
+    cut = ops.reshape(producer, np.array([*kept, parts, size]), special_zero=True)
     return ops.reduce_sum(cut, ops.constant(np.array([-1])), keep_dims=False).output(0)
 
 

@@ -47,8 +47,8 @@ def _replace(scatter: ov.Node) -> bool:
 
 def _only_value(numbers: ov.Output) -> float | None:
     """Return the number that a constant consists of; None if it is not constant or has several."""
-    source = through(numbers, *_FORMS).get_node()
-    if source.get_type_name() != "Constant" or source.get_element_type().get_type_name() not in ("f16", "f32"):
+    producer = through(numbers, *_FORMS).get_node()
+    if producer.get_type_name() != "Constant" or producer.get_element_type().get_type_name() not in ("f16", "f32"):
         return None  # numpy would read the bytes of bf16 as another type's
-    values = np.unique(np.asarray(source.data, np.float32))
+    values = np.unique(np.asarray(producer.data, np.float32))
     return float(values[0]) if values.size == 1 else None

@@ -86,13 +86,13 @@ def _pooling_of(model: ov.Model, node: ov.Node, hidden: ov.Output) -> Pooling | 
     places = {other.get_instance_id(): index for index, other in enumerate(model.get_ordered_ops())}
     copy = at_sizes(model, PROBE_BATCH, PROBE_ROWS[1])
     nodes = copy.get_ordered_ops()
-    source = nodes[places[hidden.get_node().get_instance_id()]].output(hidden.get_index())
-    shape = source.get_partial_shape()
+    producer = nodes[places[hidden.get_node().get_instance_id()]].output(hidden.get_index())
+    shape = producer.get_partial_shape()
     if shape.is_dynamic:
         return None
     values: Value = np.random.default_rng(0).normal(size=shape.to_shape()).astype(np.float32)
-    parameter = ops.parameter(shape, source.get_element_type())
-    redirect(source, parameter.output(0))
+    parameter = ops.parameter(shape, producer.get_element_type())
+    redirect(producer, parameter.output(0))
     end = nodes[places[node.get_instance_id()]].output(0)
     part = part_of([end], [parameter, *copy.get_parameters()])
     program = get_core().compile_model(part, "CPU", EXACT)

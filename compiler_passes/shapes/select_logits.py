@@ -29,12 +29,12 @@ def select_logits(graph: StepGraph) -> None:
     """
     result = logits_result(graph, STAGE)
     head = find_head(result)
-    source = head.input(0) if head is not None else result.input(0)
+    port = head.input(0) if head is not None else result.input(0)
     rows = graph.add_parameter(LOGIT_ROWS, ov.PartialShape([-1]), ov.Type.i64)
-    hidden = source.get_source_output()
+    hidden = port.get_source_output()
     picked = ops.gather(hidden, rows, ops.constant(np.int64(TOKEN_AXIS)))
     picked.set_friendly_name("picked_rows")
-    source.replace_source_output(picked.output(0))
+    port.replace_source_output(picked.output(0))
     graph.model.validate_nodes_and_infer_types()
     where = f"before {head.get_friendly_name()!r}" if head is not None else "after the head: none was recognised"
     graph.note(STAGE, f"rows are picked {where}")
