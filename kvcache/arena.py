@@ -87,17 +87,17 @@ class Arena:
         if stride == self.stride:
             return
         assert not self.is_read, "a call in flight reads the slots at their old places"
-        targets = self._views_at(stride)
+        views = self._views_at(stride)
         if used_slots:
-            for source, target in zip(self._views, targets, strict=True):
-                _restride(source, target, used_slots)
+            for old, new in zip(self._views, views, strict=True):
+                _restride(old, new, used_slots)
         self.stride = stride
-        self._views = targets
+        self._views = views
 
-    def write(self, slots: slice | Array, presents: Sequence[Array], source: slice) -> None:
-        """Copy rows ``source`` of each group's presents, ``[n, heads, S, head_dim]``, to arena slots ``slots``."""
+    def write(self, slots: slice | Array, presents: Sequence[Array], rows: slice) -> None:
+        """Copy rows ``rows`` of each group's presents, ``[n, heads, S, head_dim]``, to arena slots ``slots``."""
         for view, present in zip(self._views, presents, strict=True):
-            view[:, :, slots] = present[:, :, source]
+            view[:, :, slots] = present[:, :, rows]
 
     def host_memory(self, count: int) -> tuple[Array, ...]:
         """Return memory for ``count`` slots outside the arena: per group ``[n, heads, count, head_dim]``, uninitialised."""
@@ -113,11 +113,11 @@ class Arena:
             for line, lines in zip(view, part, strict=True):  # several times as fast as view[:, :, slots]
                 np.take(line, slots, axis=1, out=lines, mode="clip")
 
-    def move(self, sources: Array, targets: Array) -> None:
-        """Copy slots ``sources [n]`` to slots ``targets [n]``."""
+    def move(self, old: Array, new: Array) -> None:
+        """Copy slots ``old [n]`` to slots ``new [n]``."""
         assert not self.is_read, "a call in flight reads the slots at their old places"
         for view in self._views:
-            view[:, :, targets] = view[:, :, sources]
+            view[:, :, new] = view[:, :, old]
 
     def clear(self) -> None:
         """Zero all slots. Needed only after non-finite values: a masked NaN still makes a weighted sum NaN.
@@ -186,9 +186,9 @@ def _view(storage: Array, group: StateGroup, stride: int) -> Array:
     return np.lib.stride_tricks.as_strided(front, group.shape(stride), (storage.strides[0], stride * line, line, item))
 
 
-def _restride(source: Array, target: Array, used_slots: int) -> None:
+def _restride(old: Array, new: Array, used_slots: int) -> None:
     """Move head by head, from the last one when growing, so that no slot is overwritten before it has moved."""
-    heads = source.shape[1]
-    is_growing = target.shape[2] > source.shape[2]
+    heads = old.shape[1]
+    is_growing = new.shape[2] > old.shape[2]
     for head in range(heads - 1, 0, -1) if is_growing else range(1, heads):
-        target[:, head, :used_slots] = source[:, head, :used_slots]
+        new[:, head, :used_slots] = old[:, head, :used_slots]

@@ -165,10 +165,10 @@ class KVCache:
         count = self.slots.num_used
         if not count or self.kv_len_for(self.slots.high_slot) == self.kv_len_for(count):
             return False
-        sources, targets = self.slots.move_down()
-        self.arena.move(sources, targets)
+        old, new = self.slots.move_down()
+        self.arena.move(old, new)
         places = np.arange(self.num_slots)
-        places[sources] = targets
+        places[old] = new
         for sequence in self._open:
             sequence.move(places)
         return True

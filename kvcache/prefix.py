@@ -80,7 +80,7 @@ class PrefixCache:
         wanted = tokens[:-1]
         if not self._is_enabled:
             return self._cache.open(conditions)
-        source, length = self._longest_in_arena(wanted, running, conditions)
+        longest, length = self._longest_in_arena(wanted, running, conditions)
         stored, stored_length = self._host_pool.longest(wanted, self._is_whole, conditions)
         if max(length, stored_length) < min(MIN_PREFIX, (len(tokens) + 1) // 2):
             return self._cache.open(conditions)
@@ -88,14 +88,14 @@ class PrefixCache:
             self._host_pool.touch(stored)
         if stored is not None and stored_length > length and self._cache.slots.num_free > len(tokens):
             return self._cache.bring_back(stored, stored_length)
-        if source is None or not length:
+        if longest is None or not length:
             return self._cache.open(conditions)
-        if source is self._cached and len(source) - length <= MAX_LOST and not self._is_whole:
+        if longest is self._cached and len(longest) - length <= MAX_LOST and not self._is_whole:
             self._cached = None
-            self._cache.mark_active(source)
-            self._cache.cut(source, length)
-            return source
-        return self._cache.fork(source, length)
+            self._cache.mark_active(longest)
+            self._cache.cut(longest, length)
+            return longest
+        return self._cache.fork(longest, length)
 
     def offload_for(self, num_slots: int = 0, num_followed: int = 0) -> None:
         """Offload the cached sequence if it makes later calls larger, or if fewer than ``num_slots`` slots are free.
@@ -145,13 +145,13 @@ class PrefixCache:
         self, tokens: Sequence[int], running: Iterable[KVSequence], conditions: Conditions = PLAIN
     ) -> StoredSequence | None:
         """Return a copy of the longest prefix of ``tokens`` that is cached under these conditions; None if there is none."""
-        source, length = self._longest_in_arena(tokens, running, conditions)
+        longest, length = self._longest_in_arena(tokens, running, conditions)
         stored, stored_length = self._host_pool.longest(tokens, self._is_whole, conditions)
         if stored is not None and stored_length > length:
             return stored.prefix(stored_length)
-        if source is None or not length:
+        if longest is None or not length:
             return None
-        fork = self._cache.fork(source, length)
+        fork = self._cache.fork(longest, length)
         copied = self._cache.copy_out(fork)
         self._cache.close(fork)
         return copied

@@ -127,16 +127,16 @@ class SlotAllocator:
     def move_down(self) -> tuple[Slots, Slots]:
         """Exchange the highest used slots for the lowest free ones, so that no gap remains.
 
-        Return the sources ``[n]`` and the targets ``[n]`` of the move.
+        Return the old slots ``[n]`` and the new ones ``[n]`` of the move.
         """
         used = np.flatnonzero(self._holders)
-        sources = used[used >= used.size]
-        targets = np.flatnonzero(self._holders[: used.size] == 0)
+        old = used[used >= used.size]
+        new = np.flatnonzero(self._holders[: used.size] == 0)
         for counts in (self._holders, self._active):
-            counts[targets] = counts[sources]
-            counts[sources] = 0
+            counts[new] = counts[old]
+            counts[old] = 0
         self._is_free[: used.size] = False
         self._is_free[used.size :] = True
         self._lowest = int(used.size)
         self._high = int(used.size)
-        return sources, targets
+        return old, new

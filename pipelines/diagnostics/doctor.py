@@ -93,7 +93,7 @@ def examine(
         yield _npu_compiler()
     if model is not None:
         there = [name for name in devices if any(name.split(".")[0] == kind(other) for other in available)]
-        findings = list(_sources(model))
+        findings = list(_files_given(model))
         yield from findings
         if not any(finding.level == "fail" for finding in findings):
             yield check_model(model, there[0] if there else "CPU", cache_dir, on_progress)
@@ -105,7 +105,7 @@ def examine(
         yield _self_test(device)
 
 
-def _sources(model: str) -> Iterator[Finding]:
+def _files_given(model: str) -> Iterator[Finding]:
     """Say what a file is of which a model is made."""
     found = located(model)
     if found.is_converted:

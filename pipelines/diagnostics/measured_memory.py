@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 INTERPRETER, TOKENIZER, GRAPH = "Python, OpenVINO and their libraries", "tokenizer", "model graph and passes"
 PROGRAM = "program: packed weights and code"
 LARGEST_CHUNK, DECODING = "activations of the largest chunk", "activations of decode steps"
-KV_SLOTS, BUFFERS, HOST_POOL, SOURCE = "KV slots", "masks and step buffers", "host pool", "mapped weights file"
+KV_SLOTS, BUFFERS, HOST_POOL, WEIGHTS_FILE = "KV slots", "masks and step buffers", "host pool", "mapped weights file"
 UNKNOWN = (
     "this system does not tell which pages are in memory: KV slots, buffers and the weights file are counted with the part that "
     "first used them"
@@ -141,7 +141,7 @@ class Stages:
     def add(self, name: str, part: str | None) -> None:
         """Take a reading; what grew belongs to ``part``."""
         counted = {} if self._pipe is None else self._pipe.engine.run_between_steps(self._count)
-        counted[SOURCE] = mapped_bytes(self._weights)
+        counted[WEIGHTS_FILE] = mapped_bytes(self._weights)
         self.found.append(MemoryStage(name, part, private_bytes(), counted))
 
     def _count(self) -> dict[str, int]:

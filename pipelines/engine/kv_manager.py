@@ -79,11 +79,11 @@ class IdleSequences:
     def __contains__(self, state: ClientState) -> bool:
         return state.id in self._states
 
-    def fork(self, source: State) -> State:
+    def fork(self, original: State) -> State:
         """Add a copy of an idle sequence; both share the slots."""
-        forked = source.forked()
-        if source.kv.sequence is not None:
-            forked.kv.sequence = self._cache.fork(source.kv.sequence, len(source.kv.sequence))
+        forked = original.forked()
+        if original.kv.sequence is not None:
+            forked.kv.sequence = self._cache.fork(original.kv.sequence, len(original.kv.sequence))
         self.add(forked)
         return forked
 
@@ -191,10 +191,10 @@ class KVCacheManager:
         state.info.come_back(num_computed, self._clock(), self.table.num_free_for_clients > 0)
         self.add(state)
 
-    def fork(self, source: SequenceState, sibling: SequenceState) -> None:
+    def fork(self, original: SequenceState, sibling: SequenceState) -> None:
         """Add another answer to a prompt that has just run. It shares the slots of the first answer, which exist once."""
-        assert source.kv.sequence is not None
-        forked = self.cache.fork(source.kv.sequence, len(source.kv.sequence))
+        assert original.kv.sequence is not None
+        forked = self.cache.fork(original.kv.sequence, len(original.kv.sequence))
         self.add(sibling)
         sibling.kv.sequence = forked
         sibling.info.begin(len(forked))

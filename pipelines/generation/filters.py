@@ -118,8 +118,8 @@ def draw(weights: Logits, uniform: float) -> int:
 def _lower_bound(values: Logits, count: int) -> float:
     """Return a value that at least ``count`` of ``values [n]`` reach, but not many more. It comes from the maxima of blocks."""
     maxima = values[: len(values) // BLOCK * BLOCK].reshape(-1, BLOCK).max(axis=1)
-    source = maxima if count <= len(maxima) else values
-    return float(np.partition(source, len(source) - count)[len(source) - count])
+    searched = maxima if count <= len(maxima) else values
+    return float(np.partition(searched, len(searched) - count)[len(searched) - count])
 
 
 def _bin_sums(keys: Logits, weights: Logits, num_bins: int) -> NDArray[np.float64]:

@@ -35,7 +35,7 @@ class KnownAdapter:
     """An adapter object of GenAI, and where its numbers come from. ``name`` is "" until they were read."""
 
     handle: genai.Adapter
-    source: Path | bytes
+    file: Path | bytes
     name: str = ""
 
     def read(self) -> LoraAdapter:
@@ -44,7 +44,7 @@ class KnownAdapter:
         Raises:
             AdapterError: the file is missing, damaged or impossible, or no LoRA adapter.
         """
-        adapter = adapter_in_memory(self.source) if isinstance(self.source, bytes) else read_adapter(self.source)
+        adapter = adapter_in_memory(self.file) if isinstance(self.file, bytes) else read_adapter(self.file)
         self.name = adapter.name
         return adapter
 
@@ -81,12 +81,12 @@ class Adapter(genai.Adapter):  # type: ignore[misc]
             super().__init__(path)
             return
         adapter = read_adapter(path)  # first, because GenAI's reader trusts the file
-        source = Path(os.fsdecode(path))
+        file = Path(os.fsdecode(path))
         try:
-            _native_adapter_init(self, source / FILE if source.is_dir() else source)
+            _native_adapter_init(self, file / FILE if file.is_dir() else file)
         except RuntimeError as error:
-            raise AdapterError(f"openvino_genai cannot read {str(source)!r}: {last_line(error)}") from None
-        _remember(KnownAdapter(self, source, adapter.name))
+            raise AdapterError(f"openvino_genai cannot read {str(file)!r}: {last_line(error)}") from None
+        _remember(KnownAdapter(self, file, adapter.name))
 
 
 def adapter_set_of(config: object) -> AdapterSet | None:

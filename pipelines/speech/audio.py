@@ -45,7 +45,7 @@ LEAST_GAP = 0.1
 """Seconds that frames must be late to follow a silence; less is the rounding of their times."""
 MOST_OVERLAP = 1.0
 """Seconds that frames may be early; more means that the clock of the file was set back."""
-Source: TypeAlias = str | os.PathLike[str] | bytes | io.BufferedIOBase
+AudioFile: TypeAlias = str | os.PathLike[str] | bytes | io.BufferedIOBase
 
 
 def check_samples(raw_speech: object, sampling_rate: float = RATE, max_seconds: float = MAX_SECONDS) -> Samples:
@@ -140,29 +140,29 @@ class _Piece:
     start: float = 0.0
 
 
-def read_audio(source: Source, max_seconds: float = MAX_SECONDS) -> Samples:
+def read_audio(file: AudioFile, max_seconds: float = MAX_SECONDS) -> Samples:
     """Return the samples ``[n]`` of a file at 16 kHz, as ``read_recording``, with silence before a sound that begins later.
 
     Raises as that function.
     """
-    found = read_recording(source, max_seconds)
+    found = read_recording(file, max_seconds)
     silence = np.zeros(round(max(0.0, found.start) * RATE), np.float32)
     return np.concatenate([silence, found.samples]) if len(silence) else found.samples
 
 
-def read_recording(source: Source, max_seconds: float = MAX_SECONDS) -> Recording:
+def read_recording(file: AudioFile, max_seconds: float = MAX_SECONDS) -> Recording:
     """Return the samples of a file, and when they begin.
 
     Args:
-        source: A path, the content of a file, or an open file that can be sought in, which is closed.
+        file: A path, the content of a file, or an open file that can be sought in, which is closed.
         max_seconds: The longest recording.
 
     Raises:
         PromptError: the file is missing, is not audio or damaged, or is too short or too long.
         ConfigError: the packages that read files are not installed.
     """
-    name = _name_of(source)
-    content = _opened(source, name)
+    name = _name_of(file)
+    content = _opened(file, name)
     reasons = []
     readers: tuple[Callable[..., Iterator[_Piece]], ...] = (_by_soundfile, _by_av)
     try:
@@ -188,20 +188,20 @@ class _UnreadableError(Exception):
     """One reader does not know the file."""
 
 
-def _name_of(source: Source) -> str:
-    if isinstance(source, bytes):
+def _name_of(file: AudioFile) -> str:
+    if isinstance(file, bytes):
         return "the audio"
-    if isinstance(source, io.BufferedIOBase):
-        return str(getattr(source, "name", "the file"))
-    return repr(os.fspath(source))
+    if isinstance(file, io.BufferedIOBase):
+        return str(getattr(file, "name", "the file"))
+    return repr(os.fspath(file))
 
 
-def _opened(source: Source, name: str) -> io.BufferedIOBase:
-    if isinstance(source, bytes):
-        return io.BytesIO(source)
-    if isinstance(source, io.BufferedIOBase):
-        return source
-    path = Path(source)
+def _opened(file: AudioFile, name: str) -> io.BufferedIOBase:
+    if isinstance(file, bytes):
+        return io.BytesIO(file)
+    if isinstance(file, io.BufferedIOBase):
+        return file
+    path = Path(file)
     if path.exists() and not path.is_file():
         raise PromptError(f"{name} is no file: pass the path of a recording")
     try:

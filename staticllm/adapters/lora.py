@@ -77,13 +77,13 @@ class LoraLayer:
 class LoraAdapter:
     """An adapter in memory. ``layers``: path of the module in the original model → its change.
 
-    ``name`` is a digest of the numbers: two adapters of the same name are the same. ``source`` names the file in errors.
+    ``name`` is a digest of the numbers: two adapters of the same name are the same. ``file`` names the file in errors.
     ``path`` is the file or directory that was given, absolute; None for bytes.
     """
 
     name: str
     layers: Mapping[str, LoraLayer]
-    source: str
+    file: str
     path: Path | None = None
 
     @property

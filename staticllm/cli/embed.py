@@ -26,7 +26,7 @@ from staticllm.cli.options import (
     value,
 )
 from staticllm.cli.progress import Progress, progress
-from staticllm.cli.texts import TextBatch, TextSource, text_options
+from staticllm.cli.texts import TextBatch, TextInput, text_options
 from staticllm.errors import ConfigError, StaticLLMError
 
 if TYPE_CHECKING:
@@ -65,11 +65,11 @@ def embed(model: str, texts: tuple[str, ...], **options: Any) -> None:
     the order of the texts. Files of any size are read and written in parts, and the output appears when it is whole.
     """
     form = _check(options)
-    source = TextSource(texts, options["file"], options["field"])
-    with source.batches() as batches, progress("loading") as shown:
+    text_input = TextInput(texts, options["file"], options["field"])
+    with text_input.batches() as batches, progress("loading") as shown:
         first = next(batches)  # a mistake in the first lines is told before the model is loaded
         with _load(model, options, shown) as pipe:
-            _embed(pipe, source, chain([first], batches), form, options, shown)
+            _embed(pipe, text_input, chain([first], batches), form, options, shown)
 
 
 def _check(options: dict[str, Any]) -> str:
@@ -105,7 +105,7 @@ def _load(model: str, options: dict[str, Any], shown: Progress) -> StaticEmbeddi
 
 def _embed(
     pipe: StaticEmbeddingPipeline,
-    source: TextSource,
+    text_input: TextInput,
     batches: Iterator[TextBatch],
     form: str,
     options: dict[str, Any],
@@ -121,7 +121,7 @@ def _embed(
     prompt = options["prompt"]
     prompt = pipe.prompts[options["kind"] or "document"] if prompt is None else as_text(prompt, "--prompt")
     with vector_writer(options["output"], form) as write:
-        Embedder(pipe, source, prompt, dimensions, shown).run(batches, write)
+        Embedder(pipe, text_input, prompt, dimensions, shown).run(batches, write)
 
 
 class _StoppedError(Exception):
@@ -132,10 +132,10 @@ class Embedder:
     """Embeds batches, a few at once, and writes their vectors in order."""
 
     def __init__(
-        self, pipe: StaticEmbeddingPipeline, source: TextSource, prompt: str, dimensions: int | None, shown: Progress
+        self, pipe: StaticEmbeddingPipeline, text_input: TextInput, prompt: str, dimensions: int | None, shown: Progress
     ) -> None:
         self._pipe = pipe
-        self._source = source
+        self._text_input = text_input
         self._prompt = prompt
         self._dimensions = dimensions
         self._shown = shown
@@ -184,7 +184,7 @@ class Embedder:
         try:
             return self._pipe.encode(batch.texts, prompt=self._prompt, dimensions=self._dimensions, on_progress=tell)
         except StaticLLMError as error:
-            raise self._source.located(error, batch) from error
+            raise self._text_input.located(error, batch) from error
 
 
 @click.command("rerank")
@@ -201,11 +201,11 @@ def rerank(model: str, texts: tuple[str, ...], query: str, top_n: int | None, as
     best first. Texts are read as by `staticllm embed`.
     """
     query = as_text(query, "--query")
-    source = TextSource(texts, options["file"], options["field"])
-    with source.batches() as batches:
+    text_input = TextInput(texts, options["file"], options["field"])
+    with text_input.batches() as batches:
         entries = [entry for batch in batches for entry in batch.entries]
     with progress("loading") as shown:
-        ranking = _rank(model, query, TextBatch(entries, 1.0), source, encoder_arguments(options), shown)[:top_n]
+        ranking = _rank(model, query, TextBatch(entries, 1.0), text_input, encoder_arguments(options), shown)[:top_n]
     for index, score in ranking:
         text = entries[index].text
         if as_json:
@@ -215,7 +215,7 @@ def rerank(model: str, texts: tuple[str, ...], query: str, top_n: int | None, as
 
 
 def _rank(
-    model: str, query: str, batch: TextBatch, source: TextSource, arguments: dict[str, Any], shown: Progress
+    model: str, query: str, batch: TextBatch, text_input: TextInput, arguments: dict[str, Any], shown: Progress
 ) -> list[tuple[int, float]]:
     from staticllm.pipelines.text_rerank_pipeline import StaticRerankPipeline, ranking
 
@@ -225,5 +225,5 @@ def _rank(
                 query, batch.texts, on_progress=lambda done, total: shown.show(f"scoring, {done} texts", done, total)
             )
         except StaticLLMError as error:
-            raise source.located(error, batch) from error
+            raise text_input.located(error, batch) from error
     return ranking(scores, len(scores))

@@ -118,10 +118,10 @@ class ServerClient:
         """Post a body whose answer is a stream of events, and yield their JSON. Leaving the block ends the answer."""
         from httpx_sse import connect_sse
 
-        with self._failures(), connect_sse(self._http, "POST", path, json=body) as source:
-            if source.response.status_code != 200:
-                self._json(source.response, GET_SECONDS)
-            yield self._events(source)
+        with self._failures(), connect_sse(self._http, "POST", path, json=body) as events:
+            if events.response.status_code != 200:
+                self._json(events.response, GET_SECONDS)
+            yield self._events(events)
 
     def close(self) -> None:
         self._http.close()
@@ -132,10 +132,10 @@ class ServerClient:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _events(self, source: Any) -> Iterator[dict[str, Any]]:
+    def _events(self, events: Any) -> Iterator[dict[str, Any]]:
         is_done = False
         with self._failures():
-            for event in source.iter_sse():
+            for event in events.iter_sse():
                 if event.data == "[DONE]":
                     is_done = True
                     continue

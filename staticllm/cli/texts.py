@@ -63,11 +63,11 @@ text_options = options_of(
 """``[TEXTS]...``, ``--file`` and ``--field``."""
 
 
-class TextSource:
+class TextInput:
     """Where texts come from: arguments, or the lines of a file or of stdin. ``name`` is for messages."""
 
     def __init__(self, arguments: Sequence[str], path: str | None, field: str | None) -> None:
-        """Choose the source.
+        """Choose the input.
 
         Raises:
             UsageError: there is none, or there are two.
@@ -89,7 +89,7 @@ class TextSource:
 
     @contextmanager
     def batches(self) -> Iterator[Iterator[TextBatch]]:
-        """Open the source while a block runs, and give its texts in order, in batches.
+        """Open the input while a block runs, and give its texts in order, in batches.
 
         Raises:
             PromptError: there is no text at all, or a line is not what it must be.

@@ -209,9 +209,9 @@ def _copy_modules(folder: Path, target: Path) -> None:
         return
     shutil.copyfile(modules, target / modules.name)
     for name in _folders_of(json.loads(modules.read_text("utf-8"))):
-        source = folder / name
-        if source.resolve().is_relative_to(folder.resolve()) and source.is_dir() and not (target / name).exists():
-            shutil.copytree(source, target / name)
+        original = folder / name
+        if original.resolve().is_relative_to(folder.resolve()) and original.is_dir() and not (target / name).exists():
+            shutil.copytree(original, target / name)
 
 
 def _folders_of(modules: Any) -> Iterator[str]:

@@ -23,7 +23,7 @@ MAX_ENTRIES = 1024
 """Calls and ended answers in one answer to a reader; the next one goes on."""
 SAME_CLOCK_SECONDS = 1.0
 """Processes of one machine share a clock; a larger difference than this is that of two clocks, and not of a slow answer."""
-Source = Callable[[int], dict[str, Any]]
+CallsAfter = Callable[[int], dict[str, Any]]
 """An engine's ``calls_after``; raises ``ClosedError`` if its process has ended."""
 
 
@@ -51,7 +51,7 @@ class Mirror:
         self._state: EngineState | None = None
         self._pulled = float("-inf")
 
-    def read(self, source: Source, pause: float = 0.0) -> EngineState | None:
+    def read(self, calls_after: CallsAfter, pause: float = 0.0) -> EngineState | None:
         """Take over new calls, and return the state of the engine; None if nothing is known.
 
         One thread asks at a time, at most every ``pause`` seconds; with a pause, others get meanwhile what is known.
@@ -62,16 +62,16 @@ class Mirror:
         if self._lock.acquire(blocking=self._state is None or not pause):
             try:
                 if time.monotonic() - self._pulled >= pause:
-                    self._state = self._pull(source)
+                    self._state = self._pull(calls_after)
                     self._pulled = time.monotonic()
             finally:
                 self._lock.release()
         return self._state
 
-    def _pull(self, source: Source) -> EngineState | None:
+    def _pull(self, calls_after: CallsAfter) -> EngineState | None:
         state = None
         for _ in range(MAX_PULLS):
-            found = source(self._cursor)
+            found = calls_after(self._cursor)
             if "watch" not in found:  # a daemon of an earlier version
                 return None
             if found["watch"] != self._name:  # another engine, which has numbers of its own
@@ -123,7 +123,7 @@ class SchedulerFeed:
             nothing = Mirror(self._origin)
             return lambda: self._document(nothing, after)
         mirror = self._mirrors.setdefault(model.spec.name, Mirror(self._origin))
-        source = model.calls_after
+        calls_after = model.calls_after
         loaded = model.loaded
         now = time.perf_counter()
         if loaded is None:
@@ -143,7 +143,7 @@ class SchedulerFeed:
         def read() -> dict[str, Any]:
             state = None
             with contextlib.suppress(ClosedError):  # it has ended just now
-                state = mirror.read(source, pause)
+                state = mirror.read(calls_after, pause)
             told = {**self._document(mirror, after), "waiting_ms": waiting, "clients": clients, "limits": bounds}
             if state is None:
                 return told

@@ -31,9 +31,9 @@ class Block:
     ``memory`` is valid until ``close``; arrays that were made over it stay valid, also after that.
     """
 
-    def __init__(self, mapping: mmap.mmap, source: int | str) -> None:
+    def __init__(self, mapping: mmap.mmap, handle: int | str) -> None:
         self._mapping = mapping
-        self._source = source
+        self._handle = handle
         # NumPy releases the buffer of an array's memory at once and keeps only its owner: that must be an array, which holds
         # the mapping. A mapping that owned the memory itself would be unmapped below the arrays.
         self.memory = np.frombuffer(mapping, np.uint8).data
@@ -61,12 +61,12 @@ class Block:
 
     def send(self, connection: Any) -> None:
         """Hand the block to the peer of a connection, which calls ``receive``."""
-        if isinstance(self._source, str):
-            connection.send_bytes(self._source.encode())
+        if isinstance(self._handle, str):
+            connection.send_bytes(self._handle.encode())
             return
         from multiprocessing.reduction import send_handle
 
-        send_handle(connection, self._source, None)
+        send_handle(connection, self._handle, None)
 
     @classmethod
     def receive(cls, connection: Any, size: int) -> Block:
@@ -87,10 +87,10 @@ class Block:
 
     def close(self) -> None:
         """Unmap the block. Arrays over it keep the mapping until they are gone; nothing new can use it."""
-        source = self._source
-        self._source = ""
-        if isinstance(source, int):
-            os.close(source)
+        handle = self._handle
+        self._handle = ""
+        if isinstance(handle, int):
+            os.close(handle)
         with contextlib.suppress(BufferError):  # an array of a caller lies over it; the mapping ends with that array
             self.memory.release()
             self._mapping.close()

@@ -46,9 +46,9 @@ class Feeds:
         self._serving.device.kv_manager.idle.add(state)
         return state
 
-    def fork(self, source: State) -> State:
-        """Return another sequence with the tokens and slots of ``source``, which is idle."""
-        return self._serving.device.kv_manager.idle.fork(source)
+    def fork(self, original: State) -> State:
+        """Return another sequence with the tokens and slots of ``original``, which is idle."""
+        return self._serving.device.kv_manager.idle.fork(original)
 
     def feed(self, state: ClientState, order: FeedOrder) -> None:
         """Begin a feed of an idle sequence; steps serve it from now on. One that can never run ends with an error."""

@@ -37,7 +37,7 @@ class ClientSequence:
         engine: SequenceEngine,
         priority: int = 0,
         owner: int = 0,
-        source: ClientSequence | None = None,
+        original: ClientSequence | None = None,
     ) -> None:
         self._engine = engine
         self._core = engine.core
@@ -47,8 +47,8 @@ class ClientSequence:
         self._state: ClientState | None = None  # made on the engine's thread
         self._is_busy = False
         self._is_closed = False
-        self.length: int = 0 if source is None else source.length
-        engine.call_soon(lambda: self._open(source))
+        self.length: int = 0 if original is None else original.length
+        engine.call_soon(lambda: self._open(original))
 
     def fork(self) -> ClientSequence:
         """Return another sequence with the same tokens; both share the KV slots of these.
@@ -131,11 +131,11 @@ class ClientSequence:
         assert self._state is not None, "used before it was opened"
         return self._state
 
-    def _open(self, source: ClientSequence | None) -> None:
-        if source is None:
+    def _open(self, original: ClientSequence | None) -> None:
+        if original is None:
             self._state = self._core.feeds.open(self.priority, owner=self.owner)
         else:
-            self._state = self._core.device.kv_manager.idle.fork(source._opened)
+            self._state = self._core.device.kv_manager.idle.fork(original._opened)
 
 
 @dataclass(frozen=True)

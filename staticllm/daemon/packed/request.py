@@ -31,9 +31,9 @@ class UnusualCallError(Exception):
 
 @dataclass(frozen=True)
 class PackedRow:
-    """One row of a batch: it continues row ``source`` of the last call with ``tokens``, which are at ``columns`` of the call."""
+    """One row of a batch: it continues row ``parent`` of the last call with ``tokens``, which are at ``columns`` of the call."""
 
-    source: int
+    parent: int
     tokens: tuple[int, ...]
     columns: tuple[int, ...]
     ids: tuple[int, ...]
@@ -80,8 +80,8 @@ def read_call(inputs: Mapping[str, Array], logs: Sequence[RowLog], limits: Engin
     ids = inputs[INPUT_IDS]
     mask = inputs[ATTENTION_MASK]
     beams = inputs[BEAM_IDX]
-    sources = _sources(beams, ids, len(logs))
-    past = _past_mask(logs, sources)
+    parents = _parents(beams, ids, len(logs))
+    past = _past_mask(logs, parents)
     if mask.shape != (ids.shape[0], past.shape[1] + ids.shape[1]):
         expected = [ids.shape[0], past.shape[1] + ids.shape[1]]
         raise UnusualCallError(f"the mask has the shape {list(mask.shape)} instead of {expected}")
@@ -100,36 +100,36 @@ def read_call(inputs: Mapping[str, Array], logs: Sequence[RowLog], limits: Engin
         raise UnusualCallError("a row has hidden tokens inside, and the model counts them in its windows")
     if ((ids < 0) | (ids >= limits.vocab_size))[new].any():
         raise UnusualCallError(f"a token id is outside the vocabulary of {limits.vocab_size}")
-    rows = tuple(_row(source, line, seen) for source, line, seen in zip(sources, ids, new, strict=True))
+    rows = tuple(_row(parent, line, seen) for parent, line, seen in zip(parents, ids, new, strict=True))
     return TensorCall(rows, 1 if wanted == "last" else ids.shape[1], wanted)
 
 
 def logs_of(call: TensorCall, logs: Sequence[RowLog]) -> list[RowLog]:
     """Return the logs of the rows after a call."""
-    continued = [logs[row.source].copy() if logs else RowLog() for row in call.rows]
+    continued = [logs[row.parent].copy() if logs else RowLog() for row in call.rows]
     for log, row in zip(continued, call.rows, strict=True):
         log.ids.extend(row.ids)
         log.mask.extend(row.mask)
     return continued
 
 
-def _sources(beams: Array, ids: Array, num_logs: int) -> list[int]:
+def _parents(beams: Array, ids: Array, num_logs: int) -> list[int]:
     """Return the row of the last call that each row continues; its own after a reset."""
     if ids.ndim != 2 or not ids.size or beams.shape != (ids.shape[0],) or ids.dtype.kind not in "iu":
         raise UnusualCallError(f"input_ids {list(ids.shape)} {ids.dtype} with beam_idx {list(beams.shape)}")
     limit = num_logs or ids.shape[0]
-    sources = [int(beam) for beam in beams]
-    bad = next((source for source in sources if not 0 <= source < limit), None)
+    parents = [int(beam) for beam in beams]
+    bad = next((parent for parent in parents if not 0 <= parent < limit), None)
     if bad is not None:
         raise PromptError(f"beam_idx has {bad}, the batch before had {limit} rows: must be from 0 to {limit - 1}")
-    return sources
+    return parents
 
 
-def _past_mask(logs: Sequence[RowLog], sources: Sequence[int]) -> Array:
+def _past_mask(logs: Sequence[RowLog], parents: Sequence[int]) -> Array:
     """Return the mask ``[B, P]`` of the tokens before the call."""
     if not logs:
-        return np.zeros((len(sources), 0), np.bool_)
-    return np.array([logs[source].mask for source in sources], np.bool_)
+        return np.zeros((len(parents), 0), np.bool_)
+    return np.array([logs[parent].mask for parent in parents], np.bool_)
 
 
 def _has_gap(shown: Array, reach: int) -> bool:
@@ -151,10 +151,10 @@ def _check_positions(positions: Array | None, shown: Array, num_columns: int) ->
         raise UnusualCallError("position_ids are not those of the mask")
 
 
-def _row(source: int, ids: Array, shown: Array) -> PackedRow:
+def _row(parent: int, ids: Array, shown: Array) -> PackedRow:
     columns = np.flatnonzero(shown)
     tokens = tuple(ids[columns].tolist())
-    return PackedRow(source, tokens, tuple(columns.tolist()), tuple(ids.tolist()), tuple(shown.tolist()))
+    return PackedRow(parent, tokens, tuple(columns.tolist()), tuple(ids.tolist()), tuple(shown.tolist()))
 
 
 log = logging.getLogger(__name__)
@@ -327,9 +327,9 @@ class PackedRequest:
         if not self._sequences:
             return [ClientSequence(engine, self._caller.priority, self._client_number) for _ in call.rows], []
         free = list(self._sequences)
-        last_use = {row.source: index for index, row in enumerate(call.rows)}
+        last_use = {row.parent: index for index, row in enumerate(call.rows)}
         continued = [
-            free[row.source] if last_use[row.source] == index else free[row.source].fork()
+            free[row.parent] if last_use[row.parent] == index else free[row.parent].fork()
             for index, row in enumerate(call.rows)
         ]
         return continued, [sequence for index, sequence in enumerate(free) if index not in last_use]

@@ -9,7 +9,7 @@ import pytest
 from support import command_line
 
 from staticllm import demo_model_path
-from staticllm.pipelines.diagnostics.measured_memory import BUFFERS, KV_SLOTS, PROGRAM, SOURCE, UNKNOWN
+from staticllm.pipelines.diagnostics.measured_memory import BUFFERS, KV_SLOTS, PROGRAM, UNKNOWN, WEIGHTS_FILE
 
 LENGTHS = ("--max-prompt-len", 128, "--min-response-len", 64)
 
@@ -46,7 +46,7 @@ def test_slots_and_buffers_are_counted(measured):
     assert measured["unknown"] == ""
     assert 0 < measured["bytes"][KV_SLOTS] < 64 << 20
     assert 0 < measured["bytes"][BUFFERS] < 64 << 20
-    assert measured["bytes"][SOURCE] <= (demo_model_path() / "openvino_model.bin").stat().st_size + 4096
+    assert measured["bytes"][WEIGHTS_FILE] <= (demo_model_path() / "openvino_model.bin").stat().st_size + 4096
 
 
 def test_the_table_names_what_the_system_does_not_tell():

@@ -72,9 +72,9 @@ def test_slots_are_counted_by_their_active_and_idle_holders(moves):
         if kind == "allocate" and number <= allocator.num_free:
             held.append((allocator.allocate(number), False))
         elif kind == "move":
-            sources, targets = allocator.move_down()
+            old, new = allocator.move_down()
             places = np.arange(32)
-            places[sources] = targets
+            places[old] = new
             held = [(places[slots], is_idle) for slots, is_idle in held]
         elif slots is not None and kind == "share":
             allocator.share(slots)

@@ -170,7 +170,7 @@ def test_a_block_cannot_be_made_shorter():
         pytest.skip("memory files are sealed on Linux")
     block = Block.create(70_000)
     with pytest.raises(PermissionError):
-        os.ftruncate(block._source, 10)
+        os.ftruncate(block._handle, 10)
     block.close()
 
 
