@@ -32,7 +32,7 @@ def render(
     """Return the prompt of a conversation.
 
     Args:
-        template: The Jinja source.
+        template: The text in Jinja.
         messages: One ``{"role": …, "content": …}`` per message.
         tokens: ``bos_token``, ``eos_token`` and ``pad_token``, as text.
         tools: Definitions of functions, for templates that take them.

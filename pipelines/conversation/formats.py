@@ -71,7 +71,7 @@ _DESCRIBED: tuple[tuple[tuple[str, ...], LearntCalls], ...] = (
     ((NAMED, "[CALL_ID]", "[ARGS]"), LearntCalls(("", ""), NAMED, f"[CALL_ID]{ID}[ARGS]", "")),
     ((NAMED, "[ARGS]"), LearntCalls(("", ""), NAMED, "[ARGS]", "")),
 )  # fmt: skip
-"""Calls that a template may only describe, by what its source then has; the first that fits counts."""
+"""Calls that a template may only describe, by what its text then has; the first that fits counts."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class MessageFormat:
 
 
 def find_format(template: str) -> MessageFormat:
-    """Return the format of the answers that ``template``, the source of a chat template, reads."""
+    """Return the format of the answers that ``template``, the text of a chat template, reads."""
     return _format_of(template, _examples(template))
 
 
@@ -171,7 +171,7 @@ def _shown(examples: CallExamples, mentioned: MessageFormat) -> MessageFormat:
 
 
 def _mentioned(template: str) -> MessageFormat:
-    """Return the format whose markers are in the source of a template."""
+    """Return the format whose markers are in the text of a template."""
     tags = next((tags for tags in TAGS if tags[0] in template), ("", ""))
     has_list = BLOCK[0] in template or TOOL_LIST in template
     is_fenced = f"{FENCE}python" in template

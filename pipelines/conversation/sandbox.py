@@ -385,9 +385,9 @@ def compiled(template: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = environment.bounded_filter("tojson", _to_json)
     environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
-    source = environment.compile(template, filename=NAME)
+    code = environment.compile(template, filename=NAME)
     tick()
-    return environment.template_class.from_code(environment, source, environment.globals)
+    return environment.template_class.from_code(environment, code, environment.globals)
 
 
 def _to_json(

@@ -1,4 +1,4 @@
-"""Finds out what a chat template shows of a conversation, by rendering probes: its source may say anything.
+"""Finds out what a chat template shows of a conversation, by rendering probes: its text may say anything.
 
 A template that was written for one model reads tools, calls and results in that model's way, and leaves out what it does not
 know. What it shows in no way is written into the messages (``adapted.py``), as GenAI does.

@@ -123,10 +123,10 @@ def _masked_nodes(flow: Dataflow) -> set[int]:
     found = set[int]()
     for node in flow.nodes:
         kind = node.get_type_name()
-        sources = [value.get_node().get_instance_id() for value in node.input_values()]
+        producers = [value.get_node().get_instance_id() for value in node.input_values()]
         readers = {reader.get_type_name() for output in node.outputs() for reader in consumers(output)}
-        is_converted = kind == "ConvertLike" and sources[0] in found
-        is_score = kind == "Add" and bool(readers & {"Softmax", "Concat"}) and any(each in found for each in sources)
+        is_converted = kind == "ConvertLike" and producers[0] in found
+        is_score = kind == "Add" and bool(readers & {"Softmax", "Concat"}) and any(each in found for each in producers)
         if flow.origin(node) == "shared" or is_converted or is_score:
             found.add(node.get_instance_id())
     return found
@@ -158,9 +158,11 @@ def _is_square(node: ov.Node) -> bool:
     return kind == "Multiply" and key_of(node.input_value(0)) == key_of(node.input_value(1))
 
 
-def _is_of_sum(node: ov.Node, source: ov.Node) -> bool:
-    """Return whether a node computes from ``source`` and constants only."""
-    others = [value for value in node.input_values() if value.get_node().get_instance_id() != source.get_instance_id()]
+def _is_of_sum(node: ov.Node, producer: ov.Node) -> bool:
+    """Return whether a node computes from ``producer`` and constants only."""
+    others = [
+        value for value in node.input_values() if value.get_node().get_instance_id() != producer.get_instance_id()
+    ]
     kinds = {through(value, "Convert", "ConvertLike").get_node().get_type_name() for value in others}
     return node.get_type_name() in _OF_SUMS and kinds <= {"Constant"}
 

@@ -11,8 +11,8 @@ from staticllm.core import KVType, Part, Phase, Pooling, ProgramLayout, ProgramV
 from ...compiler_passes.pass_pipeline import PassReport
 
 Level = Literal["ok", "warn", "fail"]
-PoolingSource = Literal["the model's graph", "the user", "the model's files", "the default"]
-SecondsSource = Literal["measured now", "kept in the cache", "unknown"]
+PoolingOrigin = Literal["the model's graph", "the user", "the model's files", "the default"]
+SecondsOrigin = Literal["measured now", "kept in the cache", "unknown"]
 
 
 def mib(num_bytes: int, width: int = 0) -> str:
@@ -221,7 +221,7 @@ class EncoderReport(ModelReport):
     first_position: int | None
     has_token_types: bool
     pooling: Pooling | None
-    pooling_source: PoolingSource
+    pooling_source: PoolingOrigin
     num_dense: int
     is_normalised: bool
     max_length: int
@@ -364,7 +364,7 @@ class TimedEstimate(MemoryEstimate):
 
     programs: ProgramLayout
     num_programs: int
-    seconds_source: SecondsSource
+    seconds_source: SecondsOrigin
     variants: tuple[TimedVariant, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -376,14 +376,14 @@ class TimedEstimate(MemoryEstimate):
 
     def lines(self) -> list[str]:
         hint = "; --measured measures it, -p CACHE_DIR=… reads it from a cache"
-        source = f"time per call: {self.seconds_source}" + (hint if self.seconds_source == "unknown" else "")
+        origin = f"time per call: {self.seconds_source}" + (hint if self.seconds_source == "unknown" else "")
         times = [
             f"  {each.label:<22} {each.seconds * 1e3:9.2f} ms"
             + ("" if each.num_tokens is None else f"  {each.num_tokens / each.seconds:9.0f} tokens/s")
             for each in self.variants
             if each.seconds is not None
         ]
-        return [*super().lines(), source, *times]
+        return [*super().lines(), origin, *times]
 
     def _fit_lines(self) -> list[str]:
         is_measured = self.seconds_source == "measured now" and self.available is not None

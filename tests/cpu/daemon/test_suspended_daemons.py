@@ -205,7 +205,7 @@ def test_a_slow_compilation_and_slow_calls_are_not_cut_off(monkeypatch, tmp_path
         waits.append(begin)
 
     monkeypatch.setattr(endpoint, "welcome", lambda *given: (welcome(*given), looks.append(1)))
-    monkeypatch.setattr(process, "compile_model", lambda source: (wait_for_looks(), compile_model(source))[1])
+    monkeypatch.setattr(process, "compile_model", lambda origin: (wait_for_looks(), compile_model(origin))[1])
     monkeypatch.setattr(plain.PlainRequest, "call", lambda self, *given: (wait_for_looks(), infer(self, *given))[1])
     with daemon_thread(monkeypatch, tmp_path / "run"):
         program = AttachedProgram(sum_path, "require")

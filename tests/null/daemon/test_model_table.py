@@ -12,8 +12,8 @@ from staticllm.daemon.models.table import ModelTable
 
 
 @dataclass(frozen=True)
-class Source:
-    """A source with this identity, whose weights have one byte."""
+class Wanted:
+    """An origin with this identity, whose weights have one byte."""
 
     key: tuple
     xml: Path = Path("model.xml")
@@ -42,11 +42,11 @@ def test_the_model_that_was_given_back_first_makes_room_also_if_two_were_at_once
     """The keys of a language model and of another one begin with values that have no order; the clock of Windows is coarse."""
     language, plain = ("language model", "folder"), (("model.xml", 1), "CPU")
     closed = []
-    table = ModelTable(lambda source, id: Model(source.key, closed), DaemonLimits(model_bytes=2))
+    table = ModelTable(lambda origin, id: Model(origin.key, closed), DaemonLimits(model_bytes=2))
     for key in (language, plain):
-        table.acquire(Source(key))
+        table.acquire(Wanted(key))
     for key, moment in zip((language, plain), moments, strict=True):
         monkeypatch.setattr("staticllm.daemon.models.table.time.monotonic", lambda moment=moment: moment)
         table.release(key)
-    table.acquire(Source(("third",)))
+    table.acquire(Wanted(("third",)))
     assert closed == [plain if moments[1] < moments[0] else language]
