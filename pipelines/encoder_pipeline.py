@@ -24,7 +24,7 @@ from .embedding.encoder_kind import EncoderChoices
 from .embedding.packing.encoder_buffers import Vectors
 from .embedding.packing.tokenized_text import TokenizedText
 from .embedding.pool.pool_plan import POOL_PROPERTIES, take_options
-from .embedding.pool.served_encoder import ServedEncoder, Serving, serve_encoder
+from .embedding.pool.served_encoder import ServedEncoder, ServingOptions, serve_encoder
 from .embedding.queue.device_queue import DeviceState
 from .embedding.text_tokenizer import TextTokenizer
 from .engine.jobs import JobHost
@@ -92,7 +92,7 @@ class EncoderPipeline:
         models_path: str | os.PathLike[str],
         device: str,
         choices: EncoderChoices,
-        serving: Serving,
+        serving: ServingOptions,
         properties: dict[str, object],
         tokenizer: genai.Tokenizer | None = None,
     ) -> None:

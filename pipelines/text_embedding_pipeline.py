@@ -31,7 +31,7 @@ from .embedding.output_types import (
     ranges_of,
 )
 from .embedding.packing.encoder_buffers import Vectors
-from .embedding.pool.served_encoder import Serving
+from .embedding.pool.served_encoder import ServingOptions
 from .embedding.text_tokenizer import Overflow, check_text, lower_case
 from .encoder_pipeline import QUERY_PRIORITY, EncoderHandle, EncoderPipeline, OnTexts
 from .engine.jobs import JobHost
@@ -86,7 +86,7 @@ class StaticEmbeddingPipeline(EncoderPipeline):
             DeviceError: the device is missing, or cannot compile or run the model.
             BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else.
         """
-        serving = Serving(engine, overflow, max_waiting, on_progress)
+        serving = ServingOptions(engine, overflow, max_waiting, on_progress)
         self._config = resolved_config(EmbeddingConfig, config, properties)
         super().__init__(models_path, device, _choices(self._config), serving, properties)
 

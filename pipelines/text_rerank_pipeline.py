@@ -20,7 +20,7 @@ from .embedding.embedding_request import EmbeddingRequest
 from .embedding.encoder_files import read_encoder_files
 from .embedding.encoder_kind import EncoderChoices
 from .embedding.pool.instances import EncoderInfo
-from .embedding.pool.served_encoder import Serving
+from .embedding.pool.served_encoder import ServingOptions
 from .embedding.score_activation import ACTIVATIONS, Activation, activated, chosen_activation
 from .embedding.text_tokenizer import Overflow
 from .encoder_pipeline import QUERY_PRIORITY, EncoderHandle, EncoderPipeline, OnTexts
@@ -95,7 +95,7 @@ class StaticRerankPipeline(EncoderPipeline):
             DeviceError: the device is missing, or cannot compile or run the model.
             BlobError: the set at ``BLOB_PATH`` is damaged or was made for something else.
         """
-        serving = Serving(engine, overflow, max_waiting, on_progress)
+        serving = ServingOptions(engine, overflow, max_waiting, on_progress)
         _check_scoring(activation, score_words)
         self._config = resolved_config(RerankConfig, config, properties)
         directory = check_model_dir(models_path)

@@ -27,7 +27,7 @@ NOT_NOW = 0.0
 
 
 @dataclass(frozen=True)
-class Entry:
+class CachedSet:
     """One set in a cache. ``used``: the time of its last load or write (seconds since the epoch). ``problem``: the reason why
     it cannot be read; empty if it can."""
 
@@ -89,14 +89,14 @@ class BlobCache:
         with suppress(OSError):
             os.utime(self.path(key) / MANIFEST)
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[CachedSet]:
         """Return all sets, the most recently used first."""
         return sorted((self._entry(path) for path in self._folders()), key=lambda entry: -entry.used)
 
     def _folders(self) -> list[Path]:
         return [path for path in self.folder.glob(f"{PREFIX}*") if _is_entry(path)] if self.folder.is_dir() else []
 
-    def verify(self) -> Iterator[tuple[Entry, str]]:
+    def verify(self) -> Iterator[tuple[CachedSet, str]]:
         """Compare the bytes of each set with their digests; yield the set and the problem, which is empty if there is none."""
         for entry in self.entries():
             problem = entry.problem
@@ -108,7 +108,7 @@ class BlobCache:
                     problem = str(error)
             yield entry, problem
 
-    def prune(self, limit: int | None = None, keep: str | None = None) -> list[Entry]:
+    def prune(self, limit: int | None = None, keep: str | None = None) -> list[CachedSet]:
         """Remove sets, the least recently used first, until at most ``limit`` bytes are left, and return the removed sets.
 
         Sets in use are kept, and so is ``keep``. Unfinished sets of processes that died are removed as well.
@@ -138,7 +138,7 @@ class BlobCache:
             return False
         return True
 
-    def _entry(self, folder: Path) -> Entry:
+    def _entry(self, folder: Path) -> CachedSet:
         manifest = None
         problem = ""
         try:
@@ -146,7 +146,7 @@ class BlobCache:
         except BlobError as error:
             problem = str(error)
         num_bytes, used = _used(folder)
-        return Entry(folder.name.removeprefix(PREFIX), folder, num_bytes, used or time.time(), manifest, problem)
+        return CachedSet(folder.name.removeprefix(PREFIX), folder, num_bytes, used or time.time(), manifest, problem)
 
 
 def _used(folder: Path) -> tuple[int, float]:

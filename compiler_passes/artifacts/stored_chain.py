@@ -75,7 +75,7 @@ class _Named(_Typed):
     name: Text
 
 
-class _Entry(_Typed):
+class _StoredEntry(_Typed):
     offset: Number
 
 
@@ -87,28 +87,28 @@ class _End(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     entry: Number | None = None
 
 
-class _Call(msgspec.Struct, forbid_unknown_fields=True):
+class _StoredCall(msgspec.Struct, forbid_unknown_fields=True):
     part: Number
     sources: list[_End]
     targets: list[_End]
 
 
-class _Part(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+class _StoredPart(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     file: Text
     place: Place
     requirements: Annotated[str, Meta(max_length=4096)] = ""
 
 
 class _Chain(msgspec.Struct, forbid_unknown_fields=True):
-    parts: list[_Part]
-    calls: list[_Call]
+    parts: list[_StoredPart]
+    calls: list[_StoredCall]
     wires: list[_Typed]
     inputs: list[_Named]
     outputs: list[_Named]
 
 
 class _Bank(msgspec.Struct, forbid_unknown_fields=True):
-    entries: list[_Entry]
+    entries: list[_StoredEntry]
 
 
 @dataclass
@@ -125,10 +125,10 @@ class ChainFiles:
         plan = chain.plan
         stored = _Chain(
             [
-                _Part(stem, place, part.requirements if isinstance(part, PartBlob) else "")
+                _StoredPart(stem, place, part.requirements if isinstance(part, PartBlob) else "")
                 for stem, place, part in zip(stems, plan.places, chain.parts, strict=True)
             ],
-            [_Call(call.part, [*map(_end, call.inputs)], [*map(_end, call.outputs)]) for call in plan.calls],
+            [_StoredCall(call.part, [*map(_end, call.inputs)], [*map(_end, call.outputs)]) for call in plan.calls],
             [_Typed(_name_of(wire.element_type), list(wire.shape)) for wire in plan.wires],
             [*map(_named, plan.inputs)],
             [*map(_named, plan.outputs)],
@@ -162,10 +162,10 @@ class ChainFiles:
         self.files[BANK] = (msgspec.json.encode(_Bank(entries)),)
 
 
-def _stored_entry(entry: Weights, starts: Sequence[tuple[int, int]]) -> _Entry:
+def _stored_entry(entry: Weights, starts: Sequence[tuple[int, int]]) -> _StoredEntry:
     address = entry.data.ctypes.data
     first, offset = max(start for start in starts if start[0] <= address)
-    return _Entry(_name_of(entry.element_type), list(entry.shape), offset + address - first)
+    return _StoredEntry(_name_of(entry.element_type), list(entry.shape), offset + address - first)
 
 
 def _named(port: ChainPort) -> _Named:

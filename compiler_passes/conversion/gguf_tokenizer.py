@@ -115,7 +115,7 @@ _WHOLE = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "
 
 
 @dataclass(frozen=True)
-class SpecialTokens:
+class GGUFSpecialTokens:
     """The ids of the tokens that begin and end texts; None without one. ``ends``: all that end a turn."""
 
     bos: int | None
@@ -156,7 +156,7 @@ class _Vocabulary:
         return found
 
 
-def special_tokens(header: GGUFHeader) -> SpecialTokens:
+def special_tokens(header: GGUFHeader) -> GGUFSpecialTokens:
     """Return the special tokens.
 
     Raises:
@@ -169,7 +169,7 @@ def special_tokens(header: GGUFHeader) -> SpecialTokens:
     texts = ENDS if eos is not None else (*ENDS, *ENDS_OF_TEXT)
     others = (known[text] for text in texts if text in known)
     ends = tuple(dict.fromkeys(each for each in (eos, eot, eom, *others) if each is not None))
-    return SpecialTokens(bos, eos if eos is not None else next(iter(ends), None), pad, ends)
+    return GGUFSpecialTokens(bos, eos if eos is not None else next(iter(ends), None), pad, ends)
 
 
 def _id(header: GGUFHeader, what: str, num_tokens: int) -> int | None:
@@ -300,7 +300,7 @@ def build_tokenizer(header: GGUFHeader) -> tuple[ov.Model, ov.Model]:
     return change_outputs_type(tokenizer, ov.Type.i64), change_inputs_type(detokenizer, ov.Type.i64)
 
 
-def _describe(model: ov.Model, header: GGUFHeader, special: SpecialTokens) -> None:
+def _describe(model: ov.Model, header: GGUFHeader, special: GGUFSpecialTokens) -> None:
     """Store the special tokens and the chat template where GenAI's tokenizer reads them.
 
     Without the versions, it would not let a caller keep special tokens in a text.
@@ -327,7 +327,7 @@ def tool_templates(header: GGUFHeader) -> list[dict[str, str]]:
     return [{"name": name, "template": text} for name, text in found.items()] if is_own else []
 
 
-def _byte_pairs(header: GGUFHeader, vocabulary: _Vocabulary, special: SpecialTokens) -> Iterator[BasePipelineStep]:
+def _byte_pairs(header: GGUFHeader, vocabulary: _Vocabulary, special: GGUFSpecialTokens) -> Iterator[BasePipelineStep]:
     """Yield the steps of a tokenizer that merges pairs of bytes, and of its detokenizer."""
     from openvino_tokenizers import tokenizer_pipeline as steps
     from openvino_tokenizers.utils import apply_unicode_to_bytes
@@ -418,7 +418,9 @@ def _merges(header: GGUFHeader) -> list[Pair]:
     return [(left, right) for left, _, right in (each.partition(" ") for each in merges)]
 
 
-def _scored_pairs(header: GGUFHeader, vocabulary: _Vocabulary, special: SpecialTokens) -> Iterator[BasePipelineStep]:
+def _scored_pairs(
+    header: GGUFHeader, vocabulary: _Vocabulary, special: GGUFSpecialTokens
+) -> Iterator[BasePipelineStep]:
     """Yield the steps of a tokenizer that merges pairs by their scores, as SentencePiece does, and of its detokenizer."""
     from openvino_tokenizers import tokenizer_pipeline as steps
 
@@ -488,7 +490,7 @@ def _replacing_unknown(letters: Sequence[str], codes: Set[bytes]) -> Iterator[Ba
         yield steps.RegexNormalizationStep(f"[^{ranges}]+", _UNKNOWN_LETTER)
 
 
-def _ends_of_text(header: GGUFHeader, special: SpecialTokens, *, is_begun: bool) -> Iterator[BasePipelineStep]:
+def _ends_of_text(header: GGUFHeader, special: GGUFSpecialTokens, *, is_begun: bool) -> Iterator[BasePipelineStep]:
     """Yield the steps that add the tokens at both ends of a text and pad several to one length."""
     from openvino_tokenizers import tokenizer_pipeline as steps
 

@@ -34,7 +34,7 @@ SHORTEST = 16
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ProbedCall:
     """A call to evaluate: its positions, and the number of KV slots before it."""
 
     past: int
@@ -96,8 +96,8 @@ def _first_mixed(model: ov.Model, values: Sequence[ov.Output], max_len: int) -> 
     others = np.full(num_rows, last)
     others[0] = 0
     others[SHIFT : SHIFT + len(own)] = own
-    alone = _evaluate(model, values, _Call(0, own))
-    among = _evaluate(model, values, _Call(max_len - num_rows, others))
+    alone = _evaluate(model, values, _ProbedCall(0, own))
+    among = _evaluate(model, values, _ProbedCall(max_len - num_rows, others))
     for value, one, other in zip(values, alone, among, strict=True):
         if not _are_alike(one, other):
             return value
@@ -115,7 +115,7 @@ def _are_alike(alone: NDArray[np.generic], among: NDArray[np.generic]) -> bool:
     return rows.shape == alone.shape and close(alone, rows)
 
 
-def _evaluate(model: ov.Model, values: Sequence[ov.Output], call: _Call) -> list[NDArray[np.generic]]:
+def _evaluate(model: ov.Model, values: Sequence[ov.Output], call: _ProbedCall) -> list[NDArray[np.generic]]:
     places = {node.get_instance_id(): index for index, node in enumerate(model.get_ordered_ops())}
     copy = model.clone()
     for parameter in copy.get_parameters():
@@ -132,7 +132,7 @@ def _evaluate(model: ov.Model, values: Sequence[ov.Output], call: _Call) -> list
     return evaluated(part_of(wanted, parameters), [_feed(parameter, call) for parameter in parameters])
 
 
-def _feed(parameter: ov.Node, call: _Call) -> NDArray[np.generic]:
+def _feed(parameter: ov.Node, call: _ProbedCall) -> NDArray[np.generic]:
     shape = parameter.get_partial_shape().to_shape()
     dtype = parameter.get_element_type().to_dtype()
     if POSITION_IDS in parameter.output(0).get_names():

@@ -23,7 +23,7 @@ from .client_sequences.feeds import Feeds
 from .device_use import Demand, Rows, demand_of
 from .options import EngineOptions
 from .sequence import SequenceState
-from .serving import DeviceState, Serving
+from .serving import RunnerState, Serving
 from .state import AnswerState, RequestState
 
 
@@ -56,7 +56,7 @@ class EngineCore:
         self._leaving: set[int] = set()  # windows of cross-attention that are removed once no request sees them
 
     @property
-    def device(self) -> DeviceState:
+    def device(self) -> RunnerState:
         """What belongs to the runner that serves now."""
         return self.serving.device
 

@@ -22,7 +22,7 @@ from .state import AnswerState
 
 
 @dataclass(frozen=True)
-class DeviceState:
+class RunnerState:
     """A runner with an empty request table and an empty KV cache. ``replaced`` gives the state of another runner."""
 
     runner: ModelRunner
@@ -43,7 +43,7 @@ class DeviceState:
         """Whether some variant's cost is not measured and should be."""
         return self.options.measure_costs and not self.runner.probe.is_done
 
-    def replaced(self, runner: ModelRunner, options: EngineOptions, clock: Clock) -> DeviceState:
+    def replaced(self, runner: ModelRunner, options: EngineOptions, clock: Clock) -> RunnerState:
         """Return the state of another runner; it takes over the draft model, and idle sequences without their slots."""
         other = device_state(runner, options, clock, self.draft_planner)
         other.kv_manager.idle.take_over(self.kv_manager.idle)
@@ -52,14 +52,14 @@ class DeviceState:
 
 def device_state(
     runner: ModelRunner, options: EngineOptions, clock: Clock, drafts: DraftPlanner | None = None
-) -> DeviceState:
+) -> RunnerState:
     """Return the state of a runner. ``drafts``: the planner whose draft model is used on."""
     table = RequestTable(options.limits)
     manager = make_kv_manager(runner.cache, table, options, clock, lambda: runner.rotations)
     quarantine = Quarantine()
     planner = DraftPlanner(runner, options.max_seq_len, drafts.model if drafts else None)
     batches = BatchBuilder(runner, table, manager, quarantine, planner)
-    return DeviceState(runner, options, table, manager, quarantine, planner, batches)
+    return RunnerState(runner, options, table, manager, quarantine, planner, batches)
 
 
 class Outbox:

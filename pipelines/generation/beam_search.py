@@ -159,7 +159,7 @@ class _Candidate:
 
 
 @dataclass
-class _Group:
+class _BeamGroup:
     """Beams that compete: those in progress, best first, and a heap of the best finished ones, the worst of them first."""
 
     beams: list[_Beam]
@@ -196,7 +196,7 @@ class BeamSearch:
         self._limits = limits
         self._ending = ending
         self._stop_tokens = np.array(sorted(limits.stop_token_ids), np.intp)
-        self._groups = [_Group([_Beam()]) for _ in range(params.num_beam_groups)]
+        self._groups = [_BeamGroup([_Beam()]) for _ in range(params.num_beam_groups)]
         self._parents = [[0] for _ in self._groups]  # by group: the index of each beam in progress
         self._beams = [_Beam()]  # in progress, by index
         self._tables: dict[
@@ -310,7 +310,7 @@ class BeamSearch:
         top = top[np.isfinite(table[top])]
         return _Tokens(top, table[top])
 
-    def _next_beams(self, group: _Group, candidates: Iterable[_Candidate]) -> list[_Candidate]:
+    def _next_beams(self, group: _BeamGroup, candidates: Iterable[_Candidate]) -> list[_Candidate]:
         """Return the candidates that go on. Those that end become hypotheses, if they are among the best ``group_size``."""
         size = self._params.group_size
         kept = list[_Candidate]()
@@ -327,7 +327,7 @@ class BeamSearch:
         is_stop_token = candidate.token in self._limits.stop_token_ids
         return is_stop_token or (self._ending is not None and self._ending(candidate.beam.tokens))
 
-    def _end_if_done(self, group: _Group, kept: Sequence[_Candidate]) -> None:
+    def _end_if_done(self, group: _BeamGroup, kept: Sequence[_Candidate]) -> None:
         if not kept:
             group.is_done = True
         if group.is_done or len(group.finished) < self._params.group_size:
@@ -342,7 +342,7 @@ class BeamSearch:
         # as in GenAI, the best beam of the step before is what could still be attained
         group.is_done = length > 0 and group.finished[0][0] >= self._score(group.beams[0].total, length)
 
-    def _finish(self, group: _Group, beam: _Beam, reason: FinishReason) -> None:
+    def _finish(self, group: _BeamGroup, beam: _Beam, reason: FinishReason) -> None:
         score = self._score(beam.total, max(len(beam.tokens), 1))
         self._num_finished += 1
         hypothesis = Hypothesis(beam.tokens, beam.logprobs, score, reason)

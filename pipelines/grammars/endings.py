@@ -318,7 +318,7 @@ class EndingSearch:
         return num_valid == len(symbols)
 
 
-class AnswerEnding:
+class ShortestEnding:
     """The shortest known ending of one answer. It is found again only where the answer may be near its limit.
 
     ``accept`` takes the tokens of the answer, and ``fits`` says whether it can end in time with one more.
@@ -335,7 +335,7 @@ class AnswerEnding:
             int, tuple[Ending, bool]
         ] = {}  # the endings after tokens that fit, and if they are the shortest
 
-    def clone(self) -> AnswerEnding:
+    def clone(self) -> ShortestEnding:
         """Return an ending at the same place, which goes on by itself."""
         cloned = copy.copy(self)
         cloned._matcher = self._matcher.deep_copy()

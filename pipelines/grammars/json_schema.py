@@ -329,7 +329,7 @@ def told_apart(facts: SchemaFacts, options: Sequence[AnySchema], within: Atoms) 
     Raises:
         InexpressibleError: two options may hold together, or there are too many of them to tell.
     """
-    found = [_Option(facts, option, within) for option in options]
+    found = [_SchemaOption(facts, option, within) for option in options]
     listed = [option for option in found if option.values is not None]
     objects = [option for option in found if option.atoms == _OBJECT and option.values is None]
     groups = [
@@ -345,7 +345,7 @@ def told_apart(facts: SchemaFacts, options: Sequence[AnySchema], within: Atoms) 
     return [option.narrowed() for option in found if option.atoms]
 
 
-class _Option:
+class _SchemaOption:
     """An option, as the parts that hold together in it, and what keeps it apart from others."""
 
     def __init__(self, facts: SchemaFacts, schema: AnySchema, within: Atoms) -> None:
@@ -396,7 +396,7 @@ def _are_disjoint(sets: Sequence[frozenset[str] | None]) -> bool:
     return len(known) == len(sets) and len(frozenset().union(*known)) == sum(map(len, known))
 
 
-def _discriminate(facts: SchemaFacts, options: Sequence[_Option]) -> bool:
+def _discriminate(facts: SchemaFacts, options: Sequence[_SchemaOption]) -> bool:
     """Let objects need a property that has other listed values in each of them; return whether there is one."""
     if len(options) < 2:
         return False
@@ -409,7 +409,7 @@ def _discriminate(facts: SchemaFacts, options: Sequence[_Option]) -> bool:
     return False
 
 
-def _tell_apart(facts: SchemaFacts, one: _Option, other: _Option) -> None:
+def _tell_apart(facts: SchemaFacts, one: _SchemaOption, other: _SchemaOption) -> None:
     """Let two options forbid what the other one requires, unless they differ.
 
     Raises:

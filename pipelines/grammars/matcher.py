@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from staticllm.errors import GenerationConfigError
 
 from ..generation.grammar_mask import GrammarLimitError
-from .endings import AnswerEnding, GrammarEndings
+from .endings import GrammarEndings, ShortestEnding
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -34,7 +34,9 @@ class Matcher:
     ``ending`` is the answer's; None if it may be cut off.
     """
 
-    def __init__(self, inner: LLMatcher, vocab_size: int, end: int | None, ending: AnswerEnding | None = None) -> None:
+    def __init__(
+        self, inner: LLMatcher, vocab_size: int, end: int | None, ending: ShortestEnding | None = None
+    ) -> None:
         self._inner = inner
         self._vocab_size = vocab_size
         self._end = end
@@ -46,7 +48,7 @@ class Matcher:
 
     def with_ending(self, endings: GrammarEndings) -> Matcher:
         """Return a matcher at the beginning of an answer that can end in time, from one that is there."""
-        return Matcher(self._inner.deep_copy(), self._vocab_size, self._end, AnswerEnding(endings))
+        return Matcher(self._inner.deep_copy(), self._vocab_size, self._end, ShortestEnding(endings))
 
     @property
     def is_used_up(self) -> bool:

@@ -243,7 +243,7 @@ def check_depth(schema: AnySchema) -> None:
     Raises:
         GenerationConfigError: one is, or the schema is too large to tell.
     """
-    levels = _longest(_Reader(schema).parts())
+    levels = _longest(_PartsReader(schema).parts())
     if levels > MAX_LEVELS:
         raise GenerationConfigError(
             f"the JSON schema has {levels} or more levels, with those of its references, the most are {MAX_LEVELS}: nest it less"
@@ -251,23 +251,23 @@ def check_depth(schema: AnySchema) -> None:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ReferredSchema:
     """A schema that is referred to: how many levels it has, and the references in it."""
 
     levels: int
     references: frozenset[str]
 
 
-class _Reader:
+class _PartsReader:
     """Reads the parts of one schema."""
 
     def __init__(self, root: AnySchema) -> None:
         self._root = root
         self._facts = SchemaFacts(root)
         self._num_left = MAX_STEPS
-        self._whole: _Part | None = None
+        self._whole: _ReferredSchema | None = None
 
-    def parts(self) -> dict[str, _Part]:
+    def parts(self) -> dict[str, _ReferredSchema]:
         """Return the schema, as "#", and all parts that it refers to, by their references."""
         found = {"#": self._part(self._root, _NO_SCHEMAS | _DEFINITIONS)}
         waiting = ["#"]
@@ -277,16 +277,16 @@ class _Reader:
                 waiting.append(name)
         return found
 
-    def _target(self, name: str) -> _Part:
+    def _target(self, name: str) -> _ReferredSchema:
         """Return the part that a reference leads to. One that is no path, such as an anchor, may lead anywhere, and back."""
         try:
             return self._part(self._facts.target(name), _NO_SCHEMAS | _DEFINITIONS)
         except InexpressibleError:
             if self._whole is None:
                 self._whole = self._part(self._root, _NO_SCHEMAS)
-            return _Part(self._whole.levels, self._whole.references | {name})
+            return _ReferredSchema(self._whole.levels, self._whole.references | {name})
 
-    def _part(self, schema: AnySchema, skipped: Set[str]) -> _Part:
+    def _part(self, schema: AnySchema, skipped: Set[str]) -> _ReferredSchema:
         levels = 0
         references = set[str]()
         waiting: list[tuple[Any, int]] = [(schema, 1)]
@@ -304,10 +304,10 @@ class _Reader:
                     inner = value[key]
                     is_map = key in MAPS and isinstance(inner, Mapping)
                     waiting.append(([*inner.values()] if is_map else inner, level + 1))
-        return _Part(levels, frozenset(references))
+        return _ReferredSchema(levels, frozenset(references))
 
 
-def _longest(parts: Mapping[str, _Part]) -> int:
+def _longest(parts: Mapping[str, _ReferredSchema]) -> int:
     """Return the levels of the longest chain, or more if references form circles; of one that is too long, those of an end."""
     left = dict(parts)
     known: dict[str, int] = {}

@@ -16,7 +16,7 @@ from ...compiler_passes.artifacts.cache import BlobCache, key_of
 from ...compiler_passes.artifacts.crashes import quarantine_text
 from ...compiler_passes.artifacts.manifest import Manifest
 from ...compiler_passes.compiling.compile import CompiledPrograms, S, V
-from .export import Exported, SetPlace
+from .export import ExportedPrograms, SetPlace
 from .kind import Job, R
 
 GB = 1_000_000_000
@@ -74,7 +74,7 @@ class CacheEntry(SetPlace[V, S, R]):
             return failed_verification_text(self.folder, manifest)
         return crashed
 
-    def put(self, exported: Exported[V, S], costs: Mapping[V, float]) -> None:
+    def put(self, exported: ExportedPrograms[V, S], costs: Mapping[V, float]) -> None:
         """Write a set; without blobs, one that is in quarantine. Warn if that fails, for example on a full disk."""
         try:
             if exported.blobs is not None:

@@ -55,7 +55,7 @@ _REASON = "they do not compute what their programs compute"
 
 
 @dataclass(frozen=True)
-class Exported(Generic[V, S]):
+class ExportedPrograms(Generic[V, S]):
     """Compiled programs and their blobs.
 
     ``files``: variant → name of its blob. ``blobs``: name → contents; None if a blob does not compute what its program computes.
@@ -100,7 +100,7 @@ class SetPlace(Generic[V, S, R]):
         """
         self.put(export_programs(self.job, programs, self.is_weightless), {})
 
-    def put(self, exported: Exported[V, S], costs: Mapping[V, float]) -> None:
+    def put(self, exported: ExportedPrograms[V, S], costs: Mapping[V, float]) -> None:
         """Write a set; ``costs`` in seconds. Raises ``BlobError`` (a blob differs from its program) and ``ConfigError``."""
         if exported.blobs is None:
             raise BlobError(
@@ -109,7 +109,7 @@ class SetPlace(Generic[V, S, R]):
             )
         self._write(self._manifest(exported, costs), exported.blobs)
 
-    def put_quarantined(self, exported: Exported[V, S]) -> None:
+    def put_quarantined(self, exported: ExportedPrograms[V, S]) -> None:
         """Write a set without blobs, so that the next start does not export again.
 
         Raises:
@@ -127,7 +127,7 @@ class SetPlace(Generic[V, S, R]):
                 f"the blobs cannot be written to {str(self.folder)!r}: {error.strerror or error}"
             ) from error
 
-    def _manifest(self, exported: Exported[V, S], costs: Mapping[V, float]) -> Manifest:
+    def _manifest(self, exported: ExportedPrograms[V, S], costs: Mapping[V, float]) -> Manifest:
         """Return the manifest as it will be written, without the digests of the blobs."""
         options = exported.programs.options
         return Manifest(
@@ -205,7 +205,7 @@ def _exists(path: Path) -> bool:
         raise ConfigError(f"BLOB_PATH={str(path)[:80]!r} cannot be written: {error}") from None
 
 
-def compile_for_export(job: Job[V, S, R]) -> Exported[V, S]:
+def compile_for_export(job: Job[V, S, R]) -> ExportedPrograms[V, S]:
     """Compile and export: weightless blobs if they are wanted and pass verification, else whole blobs. Raises as ``load``."""
     if is_weightless_wanted(job):
         exported = _export(job, is_weightless=True)
@@ -214,7 +214,7 @@ def compile_for_export(job: Job[V, S, R]) -> Exported[V, S]:
     return _export(job, is_weightless=False)
 
 
-def _export(job: Job[V, S, R], is_weightless: bool) -> Exported[V, S]:
+def _export(job: Job[V, S, R], is_weightless: bool) -> ExportedPrograms[V, S]:
     plan = plan_for_export(job, is_weightless)
     with plan.weights.released():
         return export_programs(job, compile_all(plan, job.on_progress), is_weightless)
@@ -235,7 +235,7 @@ def plan_for_export(job: Job[V, S, R], is_weightless: bool) -> CompilePlan[V, S]
     return plan.without_weights() if is_weightless else plan
 
 
-def export_programs(job: Job[V, S, R], programs: CompiledPrograms[V, S], is_weightless: bool) -> Exported[V, S]:
+def export_programs(job: Job[V, S, R], programs: CompiledPrograms[V, S], is_weightless: bool) -> ExportedPrograms[V, S]:
     """Export the program of each variant as a blob, and compare each blob with its program on random inputs."""
     if programs.options.layout == "blocks":
         return export_chains(job, programs)
@@ -256,10 +256,10 @@ def export_programs(job: Job[V, S, R], programs: CompiledPrograms[V, S], is_weig
             with told(job.on_progress, event):
                 is_same = matches(compiled, job.kind.random_call(programs, variant), blob, target)
             if not is_same:
-                return Exported(programs, {}, None, is_weightless)
+                return ExportedPrograms(programs, {}, None, is_weightless)
         files[variant] = names[id(compiled)]
         job.on_progress(replace(event, seconds=time.perf_counter() - start))
-    return Exported(programs, files, blobs, is_weightless)
+    return ExportedPrograms(programs, files, blobs, is_weightless)
 
 
 def _blob_of(compiled: ov.CompiledModel) -> bytes:
@@ -267,7 +267,7 @@ def _blob_of(compiled: ov.CompiledModel) -> bytes:
     return blob
 
 
-def export_chains(job: Job[V, S, R], programs: CompiledPrograms[V, S]) -> Exported[V, S]:
+def export_chains(job: Job[V, S, R], programs: CompiledPrograms[V, S]) -> ExportedPrograms[V, S]:
     """Export the parts of each variant's chain, and the weights once; compare what can run here with its blobs."""
     files = dict[V, str]()
     chains = ChainFiles(export_part)
@@ -280,12 +280,12 @@ def export_chains(job: Job[V, S, R], programs: CompiledPrograms[V, S]) -> Export
         bank = chain.bank
         target = ImportTarget(job.device, programs.options.program_group(variant).properties)
         if chain.is_here and not _chain_matches(chain, job.kind.random_call(programs, variant), chains, target):
-            return Exported(programs, {}, None, is_weightless=False)
+            return ExportedPrograms(programs, {}, None, is_weightless=False)
         event = ProgressEvent("export", index, len(programs.compiled), time.perf_counter() - start, variant)
         job.on_progress(event)
     assert bank is not None, "a model has programs"
     chains.add_bank(bank)
-    return Exported(programs, files, chains.files, is_weightless=False)
+    return ExportedPrograms(programs, files, chains.files, is_weightless=False)
 
 
 def _chain_matches(

@@ -90,7 +90,7 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[tuple[Variant, ...], CostM
         OSError: the file cannot be read.
     """
     try:
-        entries = typed(json_of(Path(path).read_bytes()), list[_Entry])
+        entries = typed(json_of(Path(path).read_bytes()), list[_CostRow])
     except ValueError as error:
         raise ConfigError(f"{path}: {error}; `staticllm simulate --save-costs` writes such a file") from None
     if not entries:
@@ -105,7 +105,7 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[tuple[Variant, ...], CostM
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _CostRow:
     rows: Size
     kv_len: Count
     seconds: Annotated[float, Meta(gt=0, lt=1e6)]

@@ -11,7 +11,7 @@ from ..generation.options.resolve import GenerationOptions
 from .whisper_config import FallBackParams
 
 
-class Verdict(Enum):
+class FallBackVerdict(Enum):
     """What becomes of the text of a window: it is kept, decoded again at the next temperature, or dropped as silence."""
 
     KEEP = "keep"
@@ -53,7 +53,7 @@ def compression_ratio(tokens: Sequence[int], vocab_size: int) -> float:
     return len(content) / len(zlib.compress(content))
 
 
-def verdict(decoded: DecodedWindow, params: FallBackParams, vocab_size: int) -> Verdict:
+def verdict(decoded: DecodedWindow, params: FallBackParams, vocab_size: int) -> FallBackVerdict:
     """Return what becomes of a window's text, with the rules of transformers' ``_need_fallback``.
 
     Without ``logprob_threshold``, where transformers fails, ``no_speech_threshold`` alone decides about silence, as in
@@ -62,9 +62,9 @@ def verdict(decoded: DecodedWindow, params: FallBackParams, vocab_size: int) -> 
     least = params.logprob_threshold
     is_unlikely = least is not None and decoded.mean_log_probability < least
     if may_be_silent(decoded.no_speech, params) and (least is None or is_unlikely):
-        return Verdict.SILENCE
+        return FallBackVerdict.SILENCE
     is_repeated = _is_repeated(decoded, params, vocab_size)
-    return Verdict.AGAIN if is_unlikely or is_repeated else Verdict.KEEP
+    return FallBackVerdict.AGAIN if is_unlikely or is_repeated else FallBackVerdict.KEEP
 
 
 def may_be_silent(no_speech: float | None, params: FallBackParams) -> bool:

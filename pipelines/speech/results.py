@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from staticllm.metrics import MeanStdPair, PerfMetrics, RawPerfMetrics
 from staticllm.results import LikeGenAI
 
-from .segments import Segment
+from .segments import SpeechSegment
 
 NO_END = -1.0
 """GenAI's ``end_ts`` of a chunk that was cut off before its end."""
@@ -118,7 +118,7 @@ class WhisperDecodedResults(LikeGenAI):
         return "\n".join(f"{score:f}: {text}" for score, text in zip(self.scores, self.texts, strict=True))
 
 
-def chunks_of(segments: Iterable[Segment], decode: Callable[[list[int]], str]) -> list[WhisperDecodedResultChunk]:
+def chunks_of(segments: Iterable[SpeechSegment], decode: Callable[[list[int]], str]) -> list[WhisperDecodedResultChunk]:
     """Return the chunk of each segment; ``decode`` makes text of token ids."""
     return [
         WhisperDecodedResultChunk(

@@ -40,7 +40,7 @@ class WindowTimes:
 
 
 @dataclass(frozen=True)
-class Segment:
+class SpeechSegment:
     """A piece of text: seconds of the recording, and its tokens without special ones. ``end`` is None if it has no timestamp."""
 
     start: float
@@ -59,7 +59,7 @@ class WindowSegments:
         ranges: For each segment, the first token of its text among those of the window, and the one after the last.
     """
 
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[SpeechSegment, ...] = ()
     advance: int = 3000
     text: tuple[int, ...] = ()
     ranges: tuple[tuple[int, int], ...] = field(default=(), repr=False)
@@ -80,11 +80,11 @@ def segments_of(
     def moment(token: int) -> float:
         return min(offset + (token - times.begin) * times.seconds_per_token, seconds)
 
-    def segment(start: int, end: int | None) -> Segment:
+    def segment(start: int, end: int | None) -> SpeechSegment:
         text = tuple(token for token in tokens[start + 1 : end] if token < times.eos)
-        return Segment(moment(tokens[start]), None if end is None else moment(tokens[end]), text)
+        return SpeechSegment(moment(tokens[start]), None if end is None else moment(tokens[end]), text)
 
-    segments: list[Segment] = []
+    segments: list[SpeechSegment] = []
     ranges: list[tuple[int, int]] = []
     advance = times.window_frames
     start: int | None = None  # the index of the timestamp at which a segment begins

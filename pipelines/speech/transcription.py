@@ -20,10 +20,10 @@ from ..generation.logits_processors import copies_for
 from ..generation.options.resolve import GenerationOptions
 from ..generation.options.table import SamplingParams
 from ..generation.speech_rules import SpeechRules
-from .fall_back import DecodedWindow, Verdict, best_of, may_be_silent, options_at, verdict
+from .fall_back import DecodedWindow, FallBackVerdict, best_of, may_be_silent, options_at, verdict
 from .log_mel import MelConfig, log_mel, window_of
 from .results import WhisperWordTiming
-from .segments import Segment, WindowSegments, WindowTimes, segments_of
+from .segments import SpeechSegment, WindowSegments, WindowTimes, segments_of
 from .speech_model import Chosen, SpeechModel, Window
 from .transcription_watch import Cancellation, TranscriptionWatch, WindowHeard
 from .voice import Detector, Interval, windows_as_found
@@ -69,7 +69,7 @@ class Transcript:
 
     language: str = NO_LANGUAGE
     tokens: list[int] = field(default_factory=list)
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[SpeechSegment] = field(default_factory=list)
     words: list[WhisperWordTiming] = field(default_factory=list)
     timings: Timings = field(default_factory=Timings)
     is_cancelled: bool = False
@@ -353,9 +353,9 @@ class Transcriber:
             decoded = self._decode(window, prompt, own, run, run.is_certain(no_speech))
             decoded = replace(decoded, no_speech=no_speech, temperature=temperature)
             found_verdict = verdict(decoded, params, vocab_size)
-            if found_verdict is Verdict.SILENCE:
+            if found_verdict is FallBackVerdict.SILENCE:
                 return replace(decoded, tokens=())
-            if found_verdict is not Verdict.AGAIN or run.found.is_cancelled:
+            if found_verdict is not FallBackVerdict.AGAIN or run.found.is_cancelled:
                 return decoded
             tried.append(decoded)
         return best_of(tried, params, vocab_size)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from .segments import Segment
+from .segments import SpeechSegment
 
 OnTokens: TypeAlias = Callable[[Sequence[int]], bool]
 """Receives tokens of the text as they are certain, and returns whether to go on."""
@@ -30,7 +30,7 @@ class WindowHeard:
 
     seconds: float
     start: float
-    segments: tuple[Segment, ...]
+    segments: tuple[SpeechSegment, ...]
     avg_logprob: float
     temperature: float = 0.0
     no_speech_prob: float | None = None

@@ -88,7 +88,7 @@ _OF_OTHERS = {
 _COMMANDS = {name: entry for section in _SECTIONS.values() for name, entry in section.items()}
 
 
-class _Group(click.Group):
+class _Commands(click.Group):
     """Imports a command only when it is used, and turns our errors into one line and exit code 1."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -146,7 +146,7 @@ _SETTINGS = {
 }
 
 
-@click.command(cls=_Group, context_settings=_SETTINGS)
+@click.command(cls=_Commands, context_settings=_SETTINGS)
 @click.version_option(package_name="staticllm")
 def cli() -> None:
     """Run large language models on devices that only execute graphs of fixed shape."""

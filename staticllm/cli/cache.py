@@ -15,7 +15,7 @@ from staticllm.errors import BlobError, ConfigError
 from staticllm.system.files import read_regular
 
 if TYPE_CHECKING:
-    from staticllm.compiler_passes.artifacts.cache import BlobCache, Entry
+    from staticllm.compiler_passes.artifacts.cache import BlobCache, CachedSet
 
 GB = 1e9
 INPUTS = {"max_length": "texts", "max_prompt_len": "prompts"}
@@ -53,7 +53,7 @@ def _open(folder: str) -> BlobCache:
     return BlobCache(folder, key=_key())
 
 
-def _row(entry: Entry, problem: str = "") -> dict[str, Any]:
+def _row(entry: CachedSet, problem: str = "") -> dict[str, Any]:
     from staticllm.compiler_passes.artifacts.crashes import LIMIT, num_crashes
 
     manifest = entry.manifest
@@ -174,7 +174,7 @@ def import_(folder: str, source: str, as_json: bool) -> None:
     click.echo(json.dumps({"key": key, "folder": str(cache.path(key))}) if as_json else f"{key} in {folder}")
 
 
-def _copy(cache: BlobCache, source: Path, target: Path, key: str) -> None:
+def _copy(cache: BlobCache, original: Path, target: Path, key: str) -> None:
     """Copy a whole set, or nothing; every byte is compared with its digest."""
     from staticllm.compiler_passes.artifacts.blob_set import copy_set
 
@@ -182,6 +182,6 @@ def _copy(cache: BlobCache, source: Path, target: Path, key: str) -> None:
         raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")
     try:
         with cache.lease(key):
-            copy_set(source, target, _key())
+            copy_set(original, target, _key())
     except OSError as error:
         raise BlobError(f"{str(target)!r} cannot be written: {error.strerror or error}") from error

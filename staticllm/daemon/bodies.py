@@ -55,7 +55,7 @@ class Model(Struct):
     config: Properties = {}
 
 
-class Candidate(Struct):
+class AskedCandidate(Struct):
     """A device, the fields of its config, and those of them that the user gave."""
 
     device: Text
@@ -72,7 +72,7 @@ class Adapters(Struct):
     ] = []
 
 
-class Draft(Struct):
+class AskedDraft(Struct):
     """A draft model."""
 
     directory: Text
@@ -91,9 +91,9 @@ class Language(Struct):
     """A model directory with an engine. ``speech``: of a speech model."""
 
     directory: Text
-    candidates: Annotated[list[Candidate], Meta(min_length=1, max_length=8)]
+    candidates: Annotated[list[AskedCandidate], Meta(min_length=1, max_length=8)]
     adapters: Adapters | None = None
-    draft: Draft | None = None
+    draft: AskedDraft | None = None
     speech: Speech | None = None
 
 
@@ -179,14 +179,14 @@ class Hint(Struct):
     priority: Priority
 
 
-class Stats(Struct):
+class AskedStats(Struct):
     """What is asked for: the daemon; ``of`` a model its ``engine``, or its ``calls`` from number ``after`` on."""
 
     of: Name = ""
     after: Number = 0
 
 
-class Trace(Struct):
+class AskedTrace(Struct):
     """``begin``, or the end with the file to write."""
 
     action: Name

@@ -15,7 +15,7 @@ from pathlib import Path
 from staticllm.errors import ConfigError, ModelError
 from staticllm.export.config_size import check_config_size
 from staticllm.export.environment import OnStep, ask, ignore_step
-from staticllm.export.weights import Weights, WeightType, weights_for
+from staticllm.export.weights import WeightFormat, WeightType, weights_for
 from staticllm.model_paths import path_kinds as kinds
 from staticllm.model_paths.hub_names import WEIGHTS
 from staticllm.model_paths.path_kind import ModelPath, path_kind
@@ -63,7 +63,7 @@ class Exported:
     """
 
     directory: Path
-    weights: Weights
+    weights: WeightFormat
     is_decoder: bool
     num_bytes: int
     difference: str = ""
@@ -209,7 +209,7 @@ def _check_target(target: Path) -> None:
 
 
 @contextmanager
-def _scratch(target: Path, num_bytes: int, weights: Weights) -> Iterator[Path]:
+def _scratch(target: Path, num_bytes: int, weights: WeightFormat) -> Iterator[Path]:
     """Make the folder beside the target in which the model is written, and remove it with what is left in it."""
     parent = target.absolute().parent
     _remove_unfinished(parent, target.name)

@@ -16,7 +16,7 @@ DEVICES = ("NPU", "CPU", "GPU")
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightFormat:
     """The type of the weights. ``group_size``: weights that share a scale; -1 for those of a channel.
 
     With 4 bits, embeddings and the head have 8, symmetric like the others or not. If a group size does not divide the rows of a
@@ -56,7 +56,7 @@ def weights_for(
     kind: WeightType | None = None,
     group_size: int | None = None,
     is_symmetric: bool | None = None,
-) -> Weights:
+) -> WeightFormat:
     """Return the weights for a device; what is None is chosen.
 
     - NPU: symmetric, because zero points cost it time; int4 in groups of 128, because channels in 4 bits without calibration
@@ -72,7 +72,7 @@ def weights_for(
         for name, value in (("--group-size", group_size), ("--symmetric or --asymmetric", is_symmetric)):
             if value is not None:
                 raise ConfigError(f"{name} needs weights of int4 or int8, and these have {chosen}: leave it out")
-        return Weights(chosen)
+        return WeightFormat(chosen)
     if group_size is not None and group_size not in GROUP_SIZES:
         sizes = ", ".join(map(str, GROUP_SIZES[1:]))
         raise ConfigError(
@@ -81,7 +81,7 @@ def weights_for(
     if chosen == "int8" and group_size not in (None, BY_CHANNEL):
         raise ConfigError(f"--group-size {group_size} is for int4, int8 has one group per channel: leave it out")
     default = GROUP_SIZE if chosen == "int4" else BY_CHANNEL
-    return Weights(
+    return WeightFormat(
         chosen,
         default if group_size is None else group_size,
         device == "NPU" if is_symmetric is None else is_symmetric,

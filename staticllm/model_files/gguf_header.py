@@ -127,7 +127,7 @@ class _OtherVersionError(ValueError):
     """Why a file that may be whole cannot be read, without its name, and what helps."""
 
 
-class _Reader:
+class _HeaderReader:
     """Reads values one after another, within the file and the limit."""
 
     def __init__(self, file: BinaryIO, num_bytes: int) -> None:
@@ -213,7 +213,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
     try:
         with open_regular(path) as file:
             num_bytes = os.fstat(file.fileno()).st_size
-            header = _header(path, _Reader(file, num_bytes), num_bytes)
+            header = _header(path, _HeaderReader(file, num_bytes), num_bytes)
     except OSError as error:
         raise ModelError(f"{str(path)!r} cannot be read ({error.strerror or error}): {remedy_of(error)}") from None
     except _DamagedError as error:
@@ -230,7 +230,7 @@ def read_gguf_header(path: Path) -> GGUFHeader:
     return header
 
 
-def _header(path: Path, reader: _Reader, num_bytes: int) -> GGUFHeader:
+def _header(path: Path, reader: _HeaderReader, num_bytes: int) -> GGUFHeader:
     if reader.take(4, "the magic number") != MAGIC:
         raise _DamagedError("it does not begin with GGUF")
     version = int(reader.number(4, "the version"))
@@ -284,7 +284,7 @@ def _aligned(position: int, alignment: int) -> int:
 _Info = tuple[str, tuple[int, ...], int, int]
 
 
-def _info(reader: _Reader) -> _Info:
+def _info(reader: _HeaderReader) -> _Info:
     """Return name, shape, type and offset of the next tensor."""
     name = reader.text("the name of a tensor", MAX_NAME)
     what = f"tensor {shown(name)}"

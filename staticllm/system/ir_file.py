@@ -75,7 +75,7 @@ class IrFile:
 
     def constants_of(self, layer: Key) -> list[Constant | None]:
         """Return the inputs of a layer in order; None for an input that is not a constant."""
-        return [self.constants.get((layer[0], source)) for _, source in sorted(self.inputs[layer])]
+        return [self.constants.get((layer[0], producer)) for _, producer in sorted(self.inputs[layer])]
 
 
 def read_ir(xml: bytes) -> IrFile:
@@ -84,7 +84,7 @@ def read_ir(xml: bytes) -> IrFile:
     Raises:
         IrError: the XML is not well formed, or has an impossible value.
     """
-    reader = _Reader()
+    reader = _GraphReader()
     parser = expat.ParserCreate()
     parser.StartDoctypeDeclHandler = _no_doctype
     parser.StartElementHandler = reader.start
@@ -98,7 +98,7 @@ def read_ir(xml: bytes) -> IrFile:
     return reader.found
 
 
-class _Reader:
+class _GraphReader:
     """Collects constants and edges while the parser goes through the file."""
 
     def __init__(self) -> None:

@@ -36,12 +36,12 @@ SECONDS_TO_HALF = 5.0
 Result = TypeVar("Result")
 
 _here = threading.local()  # ``looks``: what the thread does when it looks up
-_running: set[_Call[Any]] = set()
+_running: set[_LongCall[Any]] = set()
 _is_exiting = threading.Event()
 _pid = os.getpid()
 
 
-class _Call(Generic[Result]):
+class _LongCall(Generic[Result]):
     """A call on a thread of its own. ``drop`` gets the result if nobody waits for it any more."""
 
     def __init__(self, function: Callable[[], Result], drop: Callable[[Result], object]) -> None:
@@ -145,8 +145,8 @@ def attended_each(
     A caller that does not take all of them leaves the others. Raises as ``attended``.
     """
     checkpoint()
-    waiting = [_Call(call, drop) for call in reversed(calls)]
-    started: list[_Call[Result]] = []
+    waiting = [_LongCall(call, drop) for call in reversed(calls)]
+    started: list[_LongCall[Result]] = []
 
     def start() -> None:
         while waiting and sum(not each.wait(0) for each in started) < num_parallel:
@@ -225,7 +225,7 @@ def _looking(look: Callable[[], None]) -> Iterator[None]:
         try:
             raise error
         finally:
-            del error  # as in ``_Call.result``
+            del error  # as in ``_LongCall.result``
 
 
 @contextmanager

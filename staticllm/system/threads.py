@@ -53,7 +53,7 @@ class _Thread(threading.Thread):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._started = _Begun(self)
+        self._started = _Beginning(self)
 
     @property
     def _bootstrap(self) -> _Bootstrap:  # what ``start`` gives to a new thread of the system
@@ -70,7 +70,7 @@ class _Bootstrap:
         self._run()
 
 
-class _Begun(threading.Event):
+class _Beginning(threading.Event):
     """Set by the thread when it begins; a ``wait`` for it ends with the thread."""
 
     def __init__(self, thread: _Thread) -> None:
@@ -143,7 +143,7 @@ class InterruptibleFuture(Future[Result]):
         self._condition = Condition()
 
 
-class _Run:
+class _ThreadRun:
     """The run of a thread. An interrupted ``Thread.join`` of Python 3.11 takes a thread that runs for one that has ended."""
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class LazyThread:
     def __init__(self, name: str) -> None:
         self._name = name
         self._is_started = False
-        self._first: dict[str, _Run | None] = {}  # under one key; None: none may begin any more
+        self._first: dict[str, _ThreadRun | None] = {}  # under one key; None: none may begin any more
 
     def start(self, run: Callable[[], None]) -> None:
         """Start the thread, unless it was, and wait until it runs; after ``join`` none does.
@@ -197,7 +197,7 @@ class LazyThread:
         self._is_started = True
 
     def _begin(self, run: Callable[[], None]) -> None:
-        own = _Run()
+        own = _ThreadRun()
         if self._first.setdefault("first", own) is own:
             try:
                 run()

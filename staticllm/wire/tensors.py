@@ -95,19 +95,19 @@ class TensorPlace(NamedTuple):
     end: int
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """The tensors of a message as it describes them, and whether they lie in shared memory."""
 
     tensors: list[TensorPlace]
     is_shared: bool
 
 
-def _layout(message: Message) -> Layout:
+def _layout(message: Message) -> TensorLayout:
     described = message.body.get("tensors", [])
     if not isinstance(described, list) or len(described) > MAX_TENSORS:
         raise ProtocolError(f"{message.kind.name}: tensors must be a list of at most {MAX_TENSORS} descriptions")
     places = [_place(each, message.kind.name) for each in described]
-    return Layout(places, bool(message.body.get("shared", False)))
+    return TensorLayout(places, bool(message.body.get("shared", False)))
 
 
 def _place(described: Any, kind: str) -> TensorPlace:

@@ -39,7 +39,7 @@ class CommonPrefixes:
 
 
 @dataclass
-class _Run:
+class _SortedTexts:
     """The sorted texts from ``first`` to ``last``. ``groups``: the first and last text, and the tokens, of each of their groups.
 
     ``saved``: the tokens that these groups save.
@@ -77,7 +77,9 @@ def find_groups(texts: Sequence[TokenizedText]) -> CommonPrefixes | None:
     common = shared_with_previous([texts[place] for place in places])
     if not any(common):
         return None
-    runs = {at: _Run(at, at) for at in range(len(texts))}  # right at the ends of runs; inside, earlier ones are left
+    runs = {
+        at: _SortedTexts(at, at) for at in range(len(texts))
+    }  # right at the ends of runs; inside, earlier ones are left
     for at in sorted((at for at, num in enumerate(common) if num), key=lambda at: -common[at]):
         _join(runs, runs[at - 1], runs[at], common[at])
     groups: list[PrefixGroup | None] = [None] * len(texts)
@@ -95,9 +97,9 @@ def find_groups(texts: Sequence[TokenizedText]) -> CommonPrefixes | None:
     return CommonPrefixes(groups, order)
 
 
-def _join(runs: dict[int, _Run], left: _Run, right: _Run, num_tokens: int) -> None:
+def _join(runs: dict[int, _SortedTexts], left: _SortedTexts, right: _SortedTexts, num_tokens: int) -> None:
     """Replace two neighbours by one run: one group of ``num_tokens``, or the groups of both."""
-    joined = _Run(left.first, right.last, left.saved + right.saved, left.groups + right.groups)
+    joined = _SortedTexts(left.first, right.last, left.saved + right.saved, left.groups + right.groups)
     saved = (joined.last - joined.first) * num_tokens
     if saved >= joined.saved:
         joined.saved = saved

@@ -28,7 +28,7 @@ from .pool_plan import PoolOptions, choices_by_device, needs_pool
 
 
 @dataclass(frozen=True)
-class Serving:
+class ServingOptions:
     """How an encoder is served, whatever the model.
 
     ``engine``: the engine of another pipeline on the same device; None for a device of its own.
@@ -65,7 +65,11 @@ class ServedEncoder:
 
 
 def serve_encoder(
-    models_path: str | os.PathLike[str], device: str, choices: EncoderChoices, serving: Serving, options: PoolOptions
+    models_path: str | os.PathLike[str],
+    device: str,
+    choices: EncoderChoices,
+    serving: ServingOptions,
+    options: PoolOptions,
 ) -> tuple[ServedEncoder, genai.Tokenizer]:
     """Load an encoder with its tokenizer, on several devices if ``device`` and ``options`` say so, and serve it.
 

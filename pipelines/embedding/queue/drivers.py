@@ -21,7 +21,7 @@ from ..encoder_runner import EncoderRunner
 from ..packing.encoder_buffers import Vectors
 from .device_queue import DeviceQueue, DeviceState, QueuedText
 from .loads import load_of
-from .planned_calls import BatchingDelay, CallPlanner, PlannedCall
+from .planned_calls import BatchingDelay, CallPlanner, EncoderCall
 from .policies import OneDevice
 from .text_queue import RequestEnding, TextQueue
 
@@ -236,7 +236,7 @@ class JobDriver(QueueDriver):
                 raise
             self._wake_engine()  # another engine has taken the texts meanwhile
 
-    def _run(self, planned: PlannedCall, variant: EncoderVariant, meanwhile: Callable[[], None] | None) -> None:
+    def _run(self, planned: EncoderCall, variant: EncoderVariant, meanwhile: Callable[[], None] | None) -> None:
         begin = time.perf_counter()
         if planned.chunk is not None:
             vector = self.runner.run_chunk(planned.chunk, variant, meanwhile)

@@ -29,7 +29,7 @@ DELAY_SHARE, LONGEST_DELAY = 0.15, 0.02
 
 
 @dataclass(frozen=True)
-class PlannedCall:
+class EncoderCall:
     """A call of ``variant`` with packed texts, as its ``sequences`` say; or the next call of one text that runs in chunks."""
 
     texts: list[QueuedText]
@@ -46,8 +46,8 @@ class CallPlan:
     ``variants``: those that the other ``calls`` were planned with. A plan that ``is_stale`` is made again, with later texts.
     """
 
-    alone: deque[PlannedCall] = field(default_factory=deque)
-    calls: deque[PlannedCall] = field(default_factory=deque)
+    alone: deque[EncoderCall] = field(default_factory=deque)
+    calls: deque[EncoderCall] = field(default_factory=deque)
     variants: Sequence[EncoderVariant] = ()
     is_stale: bool = False
 
@@ -55,11 +55,11 @@ class CallPlan:
         return bool(self.alone or self.calls)
 
     @property
-    def head(self) -> PlannedCall:
+    def head(self) -> EncoderCall:
         """The call that runs next."""
         return self.alone[0] if self.alone else self.calls[0]
 
-    def pop(self) -> PlannedCall:
+    def pop(self) -> EncoderCall:
         """Remove and return the call that runs next."""
         return self.alone.popleft() if self.alone else self.calls.popleft()
 
@@ -88,12 +88,12 @@ class CallPlanner:
         if plan is not None and sum(len(planned.texts) for planned in plan.calls) < SMALL_PLAN:
             plan.is_stale = True
 
-    def next(self) -> PlannedCall | None:
+    def next(self) -> EncoderCall | None:
         """Return the call that runs next; None if no text waits."""
         priority = self._turn()
         return None if priority is None else self._plans[priority].head
 
-    def pop(self) -> PlannedCall | None:
+    def pop(self) -> EncoderCall | None:
         """Return the call that runs now, and count its time."""
         priority = self._turn()
         if priority is None:
@@ -112,10 +112,10 @@ class CallPlanner:
             planned.texts[0].chunk = planned.chunk
         return planned
 
-    def seconds(self, planned: PlannedCall) -> float:
+    def seconds(self, planned: EncoderCall) -> float:
         return self._runner.cost(self.variant(planned))
 
-    def variant(self, planned: PlannedCall) -> EncoderVariant:
+    def variant(self, planned: EncoderCall) -> EncoderVariant:
         if planned.chunk is not None:
             return self._runner.next_chunk(planned.chunk, self._max_seconds)
         assert planned.variant is not None
@@ -126,7 +126,7 @@ class CallPlanner:
         variants = self._variants(())
         for text in reversed(list(texts)):
             is_begun = text.chunk is not None
-            calls = [PlannedCall([text], chunk=text.chunk)] if is_begun else self._packed([text], variants)
+            calls = [EncoderCall([text], chunk=text.chunk)] if is_begun else self._packed([text], variants)
             self._plans.setdefault(text.priority, CallPlan()).alone.extendleft(calls)
 
     def _turn(self) -> int | None:
@@ -163,7 +163,7 @@ class CallPlanner:
         texts = cast("list[QueuedText]", self._device.bulk.first(priority, WINDOW))
         return [text for text in texts if not text.runs_alone] or texts[:1]
 
-    def _packed(self, texts: list[QueuedText], allowed: Sequence[EncoderVariant]) -> list[PlannedCall]:
+    def _packed(self, texts: list[QueuedText], allowed: Sequence[EncoderVariant]) -> list[EncoderCall]:
         """Return the calls of these texts, the one with the oldest text first."""
         runner = self._runner
         most = max((variant.rows for variant in allowed), default=0)
@@ -175,14 +175,14 @@ class CallPlanner:
 
         calls = calls_of(runner, [text.tokens for text in texts], (*allowed, *needed), cost)
         packed = [
-            PlannedCall(
+            EncoderCall(
                 [texts[index] for index in call.texts],
                 call.variant,
                 [[texts[index].tokens for index in sequence] for sequence in call.sequences],
             )
             for call in calls.packed
         ]
-        chunked = [PlannedCall([texts[index]], chunk=chunk) for index, chunk in calls.chunks.items()]
+        chunked = [EncoderCall([texts[index]], chunk=chunk) for index, chunk in calls.chunks.items()]
         return sorted((*packed, *chunked), key=lambda planned: min(text.id for text in planned.texts))
 
     def _cheapest(self, num_tokens: int) -> EncoderVariant:

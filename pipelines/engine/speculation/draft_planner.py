@@ -105,7 +105,7 @@ class _Chance:
 
 
 @dataclass(frozen=True)
-class _Option:
+class _Extension:
     """A variant that holds the call with up to ``most`` more rows."""
 
     variant: Variant
@@ -216,7 +216,7 @@ class DraftPlanner:
         self.model = model
         self.is_possible = not runner.cache.states
         self._index: VariantIndex = runner.index
-        self._options: dict[tuple[int, int, int, int], tuple[_Option, ...]] = {}
+        self._options: dict[tuple[int, int, int, int], tuple[_Extension, ...]] = {}
         self.rates = AcceptanceRates(kept=0.98)
         self.credit = DraftCredit()
         self.overheads = CallOverheads()
@@ -350,7 +350,7 @@ class DraftPlanner:
 
     def _best(
         self, call: PlainCall, chances: Sequence[_Chance], proposed: Sequence[Draft], credit: float
-    ) -> _Option | None:
+    ) -> _Extension | None:
         """Return the variant that gives the most tokens per second, and how many drafted tokens it checks; None without drafts.
 
         If none pays, there is one all the same when the time has come to probe.
@@ -372,7 +372,7 @@ class DraftPlanner:
             hoped = more if is_known else min(more, held * HOPED_ROW_COST + model_seconds[held] / base)
             speed = (1.0 + gains[held] / count) / max(1.0 + hoped, 0.1)
             if speed > most:
-                best = _Option(option.variant, held)
+                best = _Extension(option.variant, held)
                 most = speed
         return best if most > self.credit.least_gain else None
 
@@ -385,7 +385,7 @@ class DraftPlanner:
         step = self.model.step_seconds(num_modelled)
         return [length * step for length in accumulate(lengths, max, initial=0)]
 
-    def _options_for(self, call: PlainCall) -> tuple[_Option, ...]:
+    def _options_for(self, call: PlainCall) -> tuple[_Extension, ...]:
         """Return the variants that hold the call with more rows, each with more than the one before."""
         index = self._runner.index
         past = self._runner.cache.slots.high_slot
@@ -428,12 +428,12 @@ def _beyond_surplus(answers: Sequence[AnswerDrafts], gained: float) -> float:
     return gained if gained > 0 else gained - change
 
 
-def _options(index: VariantIndex, call: PlainCall, past: int) -> list[_Option]:
-    options = list[_Option]()
+def _options(index: VariantIndex, call: PlainCall, past: int) -> list[_Extension]:
+    options = list[_Extension]()
     while True:
         num_more = options[-1].most + 1 if options else 1
         variant = index.with_logits(call.num_rows + num_more, call.num_sequences, call.num_logits + num_more, past)
         if variant is None:
             return options
         most = min(variant.rows - call.num_rows, variant.num_logits - call.num_logits)
-        options.append(_Option(variant, most))
+        options.append(_Extension(variant, most))

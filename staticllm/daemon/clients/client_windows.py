@@ -14,7 +14,7 @@ from staticllm.children.answers import failed
 from staticllm.daemon import bodies
 from staticllm.daemon.bodies import read_body
 from staticllm.daemon.clients.session import Session
-from staticllm.daemon.clients.streams import Answer, OutputStream
+from staticllm.daemon.clients.streams import LateAnswer, OutputStream
 from staticllm.daemon.models.speech_service import SpeechService
 from staticllm.errors import BusyError, ClosedError, PromptError
 from staticllm.wire.channel import Channel
@@ -158,19 +158,19 @@ class WindowHandlers:
             window.model.give_up(window.encoded)
 
 
-def _encoded(number: int, encoded: Future[Any], model: SpeechService) -> Answer:
+def _encoded(number: int, encoded: Future[Any], model: SpeechService) -> LateAnswer:
     """Return the answer to a window that was encoded, or could not be."""
     error = _error_of(encoded)
-    return Answer(Message(Kind.OK, number=number, time=model.seconds) if error is None else _failed(number, error))
+    return LateAnswer(Message(Kind.OK, number=number, time=model.seconds) if error is None else _failed(number, error))
 
 
-def _weights(number: int, found: Future[NDArray[np.float32]]) -> Answer:
+def _weights(number: int, found: Future[NDArray[np.float32]]) -> LateAnswer:
     """Return the answer to a text that was aligned, or could not be."""
     error = _error_of(found)
     return (
-        Answer(Message(Kind.DONE, number=number), (found.result(),))
+        LateAnswer(Message(Kind.DONE, number=number), (found.result(),))
         if error is None
-        else Answer(_failed(number, error))
+        else LateAnswer(_failed(number, error))
     )
 
 

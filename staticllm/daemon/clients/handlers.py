@@ -256,7 +256,7 @@ class DaemonHandlers:
         return Message(Kind.OK)
 
     def _trace(self, message: Message) -> Message:
-        asked = read_body(message, bodies.Trace)
+        asked = read_body(message, bodies.AskedTrace)
         timeline = self._daemon.timeline
         if asked.action == "begin":
             timeline.begin()
@@ -269,7 +269,7 @@ class DaemonHandlers:
         return Message(Kind.OK, body={"events": timeline.end(path)})
 
     def _stats(self, message: Message) -> Message:
-        asked = read_body(message, bodies.Stats)
+        asked = read_body(message, bodies.AskedStats)
         if asked.of == "engine":
             return Message(Kind.OK, body=asdict(self._session.language_model(message.handle).engine.stats()))
         if asked.of == "calls":

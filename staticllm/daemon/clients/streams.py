@@ -41,7 +41,7 @@ NO_WINDOW = WindowNumbers()
 
 
 @dataclass(frozen=True)
-class Answer:
+class LateAnswer:
     """An answer that comes later than the next question, and its tensors, if it has some."""
 
     message: Message
@@ -72,7 +72,7 @@ class OutputStream:
         self._tensors = TensorSender(session, channel, lock)
         self._channel_lock = lock
         self._session = session
-        self._outputs: queue.SimpleQueue[tuple[int, Output] | Answer | None] = queue.SimpleQueue()
+        self._outputs: queue.SimpleQueue[tuple[int, Output] | LateAnswer | None] = queue.SimpleQueue()
         self._running: dict[int, Running] = {}  # by the client's number
         self._is_broken = False
         self._breaking = threading.Lock()
@@ -123,7 +123,7 @@ class OutputStream:
             if each.window == window:
                 each.model.engine.cancel(each.id)
 
-    def answer(self, answer: Answer) -> None:
+    def answer(self, answer: LateAnswer) -> None:
         """Send an answer soon. Any thread may call: it does not wait."""
         self._put(answer)
 
@@ -150,7 +150,7 @@ class OutputStream:
         """Add an output; runs on the engine's thread, because the stream's own waits in ``send`` if the client does not read."""
         self._put((number, output))
 
-    def _put(self, item: tuple[int, Output] | Answer) -> None:
+    def _put(self, item: tuple[int, Output] | LateAnswer) -> None:
         self._outputs.put(item)
         if self._outputs.qsize() > MAX_BACKLOG:
             self._break()
@@ -170,7 +170,7 @@ class OutputStream:
 
     def _run(self) -> None:
         while (first := self._outputs.get()) is not None:
-            if isinstance(first, Answer):
+            if isinstance(first, LateAnswer):
                 self._send_answer(first)
                 continue
             batch, is_ended = self._batch(first)
@@ -189,13 +189,13 @@ class OutputStream:
                 return batch, False
             if item is None:
                 return batch, True
-            if isinstance(item, Answer):
+            if isinstance(item, LateAnswer):
                 self._send_answer(item)
                 continue
             batch.setdefault(item[0], []).append(item[1])
         return batch, False
 
-    def _send_answer(self, answer: Answer) -> None:
+    def _send_answer(self, answer: LateAnswer) -> None:
         if self._is_broken:
             return
         try:
@@ -207,7 +207,7 @@ class OutputStream:
         except OSError:
             self._break()
 
-    def _send_arrays(self, answer: Answer) -> None:
+    def _send_arrays(self, answer: LateAnswer) -> None:
         try:
             self._tensors.send(answer.message, answer.arrays)
         except BusyError as error:  # no shared memory is left for the client

@@ -242,7 +242,7 @@ def _path_of(text: str) -> Path:
     return path
 
 
-def _candidate(asked: bodies.Candidate) -> Candidate:
+def _candidate(asked: bodies.AskedCandidate) -> Candidate:
     names = {field.name for field in fields(StaticLLMConfig)} - {"adapters"}
     config = dict(asked.config)
     if config.pop("adapters", None) is not None or not set(config) <= names:

@@ -64,7 +64,7 @@ class MessageToolCall(MessageFields):
     function: FunctionCall
 
 
-class Message(MessageFields):
+class ChatMessage(MessageFields):
     """A message. ``reasoning`` is another name of ``reasoning_content``. Only text is there: ``audio`` and the old
     ``function_call`` must be null."""
 
@@ -110,7 +110,7 @@ class Message(MessageFields):
         return "".join(part.thought for part in parts) or None
 
 
-def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
+def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
     """Return a conversation as chat templates take it.
 
     Raises:

@@ -21,7 +21,7 @@ from staticllm.server.models.device_engines import DeviceEngines
 from staticllm.server.models.homes import ModelHome, WorkerHome
 from staticllm.server.models.kinds import Pipeline, served_kinds
 from staticllm.server.models.model_options import options_of
-from staticllm.server.models.served import UNLOADED, Loaded, Loading, LoadPipeline, ModelSpec, ServedModel
+from staticllm.server.models.served import UNLOADED, Loading, LoadPipeline, ModelSpec, ReadyModel, ServedModel
 from staticllm.server.models.tenants import TenantShares
 from staticllm.server.settings import ServerSettings, client_name
 from staticllm.server.telemetry import current_record
@@ -218,7 +218,7 @@ class ModelHub:
                     model.become(UNLOADED)
             _log.info("loaded %r in %.1f s", model.spec.name, time.monotonic() - start)
 
-    async def _loaded(self, model: ServedModel) -> Loaded:
+    async def _loaded(self, model: ServedModel) -> ReadyModel:
         """Load a model, and once more if its process ended meanwhile: a server ends if its first model cannot be loaded.
 
         Raises:
@@ -255,7 +255,7 @@ class ModelHub:
         except BaseException:
             await self._release(pipeline, home)
             raise
-        return Loaded(
+        return ReadyModel(
             model.kind, pipeline, Admission(limits, self.tenants), num_seqs, home, is_apart,
             Admission(limits, self.tenants),
         )  # fmt: skip

@@ -29,7 +29,7 @@ from staticllm.pipelines.embedding.encoder_job import OF_DECODERS, encoder_confi
 from staticllm.pipelines.embedding.encoder_job import OPTIONS as ENCODER_OPTIONS
 from staticllm.pipelines.embedding.encoder_kind import EncoderKind
 from staticllm.pipelines.embedding.pool.pool_plan import POOL_PROPERTIES, PoolOptions, take_options
-from staticllm.pipelines.embedding.pool.served_encoder import Serving
+from staticllm.pipelines.embedding.pool.served_encoder import ServingOptions
 from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.pipelines.launch.arguments import resolve_candidates
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
@@ -342,7 +342,7 @@ class EncoderServed(ServedKind):
         config: type[Any] = self.pipeline.Config
         resolved_config(config, None, rest)
         own = {name: rest.pop(name) for name in self.options if name in rest}
-        Serving(None, **{"overflow": "truncate", "max_waiting": 1, "on_progress": None, **_of_serving(own)})
+        ServingOptions(None, **{"overflow": "truncate", "max_waiting": 1, "on_progress": None, **_of_serving(own)})
         encoder_config(first_device(device.partition("#")[0]), rest, self._own_names)
 
     @property

@@ -99,7 +99,7 @@ class Loading:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class ReadyModel:
     """The state of a model that can be used, unless its process ``is_lost``.
 
     ``num_seqs``: the answers that run at once. ``home``: the other process in which its engine runs; None for this one.
@@ -141,7 +141,7 @@ class ServedModel:
 
     def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
-        self.state: Unloaded | Loading | Loaded = UNLOADED
+        self.state: Unloaded | Loading | ReadyModel = UNLOADED
         self._lock = threading.Lock()  # held while the state changes
         self.num_users = 0
         self.last_used = time.monotonic()
@@ -154,11 +154,11 @@ class ServedModel:
         """What kind of model it is."""
         return kind_of(self.spec)
 
-    def become(self, state: Unloaded | Loading | Loaded) -> None:
+    def become(self, state: Unloaded | Loading | ReadyModel) -> None:
         """Change the state. A model that begins to load forgets what its last client said."""
         if isinstance(state, Loading) and isinstance(self.state, Unloaded):
             self.keep_alive = None
-        elif isinstance(state, Loaded):
+        elif isinstance(state, ReadyModel):
             self.created = int(time.time())
             self.last_used = time.monotonic()
         with self._lock:
@@ -194,10 +194,10 @@ class ServedModel:
         return self.size
 
     @property
-    def loaded(self) -> Loaded | None:
+    def loaded(self) -> ReadyModel | None:
         """The state of a model that is loaded."""
         state = self.state  # read once: it may change meanwhile
-        return state if isinstance(state, Loaded) else None
+        return state if isinstance(state, ReadyModel) else None
 
     @property
     def progress(self) -> ProgressEvent | None:

@@ -37,7 +37,7 @@ def part_of(form: Form, content: str = "", thinking: str = "", calls: list[Objec
 
 
 @dataclass
-class _Begun:
+class _BegunCall:
     id: str
     name: str
     arguments: list[str] = field(default_factory=list)
@@ -62,7 +62,7 @@ class AnswerForm:
         self._loaded = loaded
         self._speller = speller
         self._is_parsed = is_parsed
-        self._begun: dict[int, _Begun] = {}
+        self._begun: dict[int, _BegunCall] = {}
         self._num_calls = 0
         self._logprobs: list[Object] = []  # of tokens that had no text yet
 
@@ -89,7 +89,7 @@ class AnswerForm:
         if isinstance(event, ReasoningDelta):
             return part_of(self._form, thinking=event.text)
         if isinstance(event, CallBegin):
-            self._begun[event.index] = _Begun(event.id, event.name)
+            self._begun[event.index] = _BegunCall(event.id, event.name)
         elif isinstance(event, ArgumentsDelta):
             self._begun[event.index].arguments.append(event.text)
         elif isinstance(event, CallBroken):

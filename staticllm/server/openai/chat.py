@@ -14,7 +14,7 @@ from staticllm.pipelines.text.output_processor import RequestOutput
 from staticllm.server.answers.answers import AnswerDelta, AnswerEnd, Part
 from staticllm.server.answers.asks import AnswerFields, Ask, schema_of
 from staticllm.server.answers.fields import Fields, Function, MessageFields
-from staticllm.server.answers.messages import MAX_MESSAGES, Message, template_messages
+from staticllm.server.answers.messages import MAX_MESSAGES, ChatMessage, template_messages
 from staticllm.server.answers.results import PromptProgress, finish_reason, timings_of
 from staticllm.server.answers.work import is_proactive
 from staticllm.server.endpoint import ApiCall
@@ -50,7 +50,7 @@ class ChatRequest(SamplingFields):
 
     model_config = ConfigDict(title="ChatCompletionRequest")
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: int | None = Field(None, ge=-1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=-1, lt=2**31)
     max_output_tokens: int | None = Field(None, ge=-1, lt=2**31)  # as Jan calls it

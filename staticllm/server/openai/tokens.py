@@ -20,7 +20,7 @@ from staticllm.pipelines.text.chat_prompt import encode_messages
 from staticllm.pipelines.text.detokenizer import INCOMPLETE
 from staticllm.pipelines.text.inputs import check_ids
 from staticllm.server.answers.fields import Fields, Text, TokenId
-from staticllm.server.answers.messages import MAX_MESSAGES, Message, template_messages
+from staticllm.server.answers.messages import MAX_MESSAGES, ChatMessage, template_messages
 from staticllm.server.answers.results import is_text
 from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError, json_response, to_json
@@ -45,7 +45,7 @@ class TokenizeRequest(Fields):
     model: Text | None = None
     content: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special: bool | None = None
     parse_special: Literal[True] = True
     with_pieces: bool = False

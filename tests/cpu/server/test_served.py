@@ -10,7 +10,7 @@ from staticllm.core import ProgressEvent
 from staticllm.errors import ClosedError
 from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 from staticllm.server.metrics import ServerMetrics
-from staticllm.server.models.served import UNLOADED, Loaded, Loading, ServedModel, demo_spec
+from staticllm.server.models.served import UNLOADED, Loading, ReadyModel, ServedModel, demo_spec
 
 ENGINE = SimpleNamespace(calls_after=lambda number: {"cursor": number})
 PIPELINE = SimpleNamespace(engine=ENGINE)
@@ -37,7 +37,7 @@ def model_in(state):
 
 
 def loaded(home=None):
-    return Loaded(model_in(UNLOADED).kind, PIPELINE, SimpleNamespace(), 4, home)
+    return ReadyModel(model_in(UNLOADED).kind, PIPELINE, SimpleNamespace(), 4, home)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_is_read_of_a_model_is_of_one_moment(name, of_loaded, of_unloaded):
 
 def test_the_state_that_is_loaded_is_no_other_one():
     model = model_in(loaded())
-    assert isinstance(model.loaded, Loaded)
+    assert isinstance(model.loaded, ReadyModel)
     assert model.loaded is None
 
 
@@ -95,7 +95,7 @@ class ClosedPipeline(StaticLLMPipeline):
 
 def test_metrics_leave_a_model_out_that_is_unloaded_meanwhile():
     model = ServedModel(demo_spec())
-    model.become(Loaded(model.kind, ClosedPipeline(), SimpleNamespace(num_waiting=2), 4))
+    model.become(ReadyModel(model.kind, ClosedPipeline(), SimpleNamespace(num_waiting=2), 4))
     text = ServerMetrics(lambda: [model]).text().decode()
     assert 'staticllm_waiting_requests{model="demo"} 2.0' in text
     assert "staticllm_kv_slots_in_use{" not in text

@@ -7,7 +7,7 @@ import zlib
 
 import pytest
 
-from staticllm.pipelines.speech.fall_back import DecodedWindow, Verdict, compression_ratio, options_at, verdict
+from staticllm.pipelines.speech.fall_back import DecodedWindow, FallBackVerdict, compression_ratio, options_at, verdict
 from staticllm.pipelines.speech.whisper_config import FallBackParams, WhisperGenerationConfig, whisper_options
 
 VOCAB = 51865
@@ -31,16 +31,16 @@ def test_no_tokens_have_a_small_ratio():
 @pytest.mark.parametrize(
     ("tokens", "mean", "no_speech", "params", "expected"),
     [
-        (VARIED, -0.3, 0.0, DEFAULTS, Verdict.KEEP),
-        (REPEATED, -0.3, 0.0, DEFAULTS, Verdict.AGAIN),
-        (VARIED, -1.5, 0.0, DEFAULTS, Verdict.AGAIN),
-        (VARIED, -1.5, 0.7, DEFAULTS, Verdict.SILENCE),
-        (REPEATED, -1.5, 0.7, DEFAULTS, Verdict.SILENCE),
-        (VARIED, -0.3, 0.7, DEFAULTS, Verdict.KEEP),
-        (REPEATED, -0.3, 0.7, DEFAULTS, Verdict.AGAIN),
-        (REPEATED, -9.0, 0.9, FallBackParams(), Verdict.KEEP),
-        (VARIED, -0.3, 0.7, FallBackParams((), None, None, 0.6), Verdict.SILENCE),
-        (VARIED, -0.3, 0.6, FallBackParams((), None, None, 0.6), Verdict.KEEP),
+        (VARIED, -0.3, 0.0, DEFAULTS, FallBackVerdict.KEEP),
+        (REPEATED, -0.3, 0.0, DEFAULTS, FallBackVerdict.AGAIN),
+        (VARIED, -1.5, 0.0, DEFAULTS, FallBackVerdict.AGAIN),
+        (VARIED, -1.5, 0.7, DEFAULTS, FallBackVerdict.SILENCE),
+        (REPEATED, -1.5, 0.7, DEFAULTS, FallBackVerdict.SILENCE),
+        (VARIED, -0.3, 0.7, DEFAULTS, FallBackVerdict.KEEP),
+        (REPEATED, -0.3, 0.7, DEFAULTS, FallBackVerdict.AGAIN),
+        (REPEATED, -9.0, 0.9, FallBackParams(), FallBackVerdict.KEEP),
+        (VARIED, -0.3, 0.7, FallBackParams((), None, None, 0.6), FallBackVerdict.SILENCE),
+        (VARIED, -0.3, 0.6, FallBackParams((), None, None, 0.6), FallBackVerdict.KEEP),
     ],
 )
 def test_verdicts(tokens, mean, no_speech, params, expected):
@@ -48,7 +48,7 @@ def test_verdicts(tokens, mean, no_speech, params, expected):
 
 
 def test_a_window_without_tokens():
-    assert verdict(DecodedWindow([], []), DEFAULTS, VOCAB) is Verdict.KEEP
+    assert verdict(DecodedWindow([], []), DEFAULTS, VOCAB) is FallBackVerdict.KEEP
 
 
 def test_beams_search_at_temperature_0_and_draw_at_others():

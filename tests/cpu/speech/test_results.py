@@ -16,7 +16,7 @@ from staticllm.pipelines.speech.results import (
     WhisperWordTiming,
     chunks_of,
 )
-from staticllm.pipelines.speech.segments import Segment
+from staticllm.pipelines.speech.segments import SpeechSegment
 
 NAMES = (
     "WhisperDecodedResultChunk", "WhisperDecodedResults", "WhisperPerfMetrics", "WhisperRawPerfMetrics", "WhisperWordTiming",
@@ -67,7 +67,7 @@ def test_metrics_are_in_ms_and_can_be_added():
 
 
 def test_a_segment_without_an_end_ends_at_minus_one():
-    segments = [Segment(0.0, 2.0, (1, 2)), Segment(2.0, None, (3,))]
+    segments = [SpeechSegment(0.0, 2.0, (1, 2)), SpeechSegment(2.0, None, (3,))]
     assert chunks_of(segments, lambda tokens: f"{tokens}") == [
         WhisperDecodedResultChunk(0.0, 2.0, "[1, 2]"),
         WhisperDecodedResultChunk(2.0, -1.0, "[3]"),

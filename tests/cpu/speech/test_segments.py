@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from staticllm.pipelines.speech.log_mel import MelConfig
-from staticllm.pipelines.speech.segments import Segment, WindowTimes, segments_of
+from staticllm.pipelines.speech.segments import SpeechSegment, WindowTimes, segments_of
 from staticllm.pipelines.speech.whisper_config import WhisperTokens
 
 EOS, BEGIN = 50257, 50364
@@ -40,7 +40,7 @@ def test_times_are_those_of_the_model():
 
 def test_a_pair_at_the_end_begins_the_next_window():
     found = segments_of([at(0), 5, 6, at(2.5), at(2.5), 7, at(4), at(4), EOS], TIMES, offset=30.0)
-    assert found.segments == (Segment(30.0, 32.5, (5, 6)), Segment(32.5, 34.0, (7,)))
+    assert found.segments == (SpeechSegment(30.0, 32.5, (5, 6)), SpeechSegment(32.5, 34.0, (7,)))
     assert found.advance == 400
     assert found.ranges == ((1, 3), (5, 6))
     assert found.text == (5, 6, 7)
@@ -48,19 +48,19 @@ def test_a_pair_at_the_end_begins_the_next_window():
 
 def test_a_single_timestamp_at_the_end_ends_the_window():
     found = segments_of([at(0.4), 5, at(2), EOS], TIMES)
-    assert found.segments == (Segment(pytest.approx(0.4), 2.0, (5,)),)
+    assert found.segments == (SpeechSegment(pytest.approx(0.4), 2.0, (5,)),)
     assert found.advance == 3000
 
 
 def test_text_that_the_window_cuts_is_heard_again():
     found = segments_of([at(0), 5, at(28), at(28), 6, 7, EOS], TIMES)
-    assert found.segments == (Segment(0.0, 28.0, (5,)),)
+    assert found.segments == (SpeechSegment(0.0, 28.0, (5,)),)
     assert found.advance == 2800
 
 
 def test_text_without_an_end_is_one_segment_if_it_is_all():
     found = segments_of([at(1), 5, 6], TIMES)
-    assert found.segments == (Segment(1.0, None, (5, 6)),)
+    assert found.segments == (SpeechSegment(1.0, None, (5, 6)),)
     assert found.advance == 3000
 
 
@@ -73,7 +73,7 @@ def test_a_window_without_segments_is_passed(tokens):
 
 def test_a_repeated_timestamp_is_a_beginning():
     found = segments_of([at(1), at(1), 5, at(2), EOS], TIMES)
-    assert found.segments == (Segment(1.0, 2.0, (5,)),)
+    assert found.segments == (SpeechSegment(1.0, 2.0, (5,)),)
 
 
 def test_every_short_sequence():

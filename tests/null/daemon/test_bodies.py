@@ -39,7 +39,7 @@ def test_a_body_has_its_fields_and_defaults():
         (bodies.State, {"index": "0"}, "index"),
         (bodies.Cancel, {**CANCEL, "reason": "other"}, "reason"),
         (bodies.Cancel, {**CANCEL, "index": "x"}, "index"),
-        (bodies.Stats, {"after": -1}, "after"),
+        (bodies.AskedStats, {"after": -1}, "after"),
         (bodies.Snapshot, {**SNAPSHOT, "tokens": [1, "2"]}, "tokens"),
         (bodies.Snapshot, {**SNAPSHOT, "identity": {"a": 5}}, "identity"),
         (bodies.Adapters, {"members": [["a", "b", math.nan]]}, "members"),

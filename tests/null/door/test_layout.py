@@ -8,6 +8,7 @@ import runpy
 import subprocess
 import sys
 import tomllib
+from collections import defaultdict
 from functools import cache
 
 import pytest
@@ -368,3 +369,13 @@ def test_no_with_statement_takes_a_condition_and_all_that_wait_are_notified(root
         found += [f"{path}:{each.lineno}" for each, name in zip(taken, names, strict=True) if name in conditions]
         found += [f"{path}:{each.lineno}" for each in told if each.attr == "notify"]
     assert found == []
+
+
+def test_each_class_has_a_name_of_its_own(root):
+    """A reader who meets a name looks for one class."""
+    places = defaultdict(list)
+    for path in python_files(root):
+        for name in {node.name for node in nodes_of(path)[0].body if isinstance(node, ast.ClassDef)}:
+            places[name].append(path.relative_to(root).as_posix())
+    assert places["Engine"]
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 
 from staticllm.errors import ConfigError
-from staticllm.export.weights import Weights, weights_for
+from staticllm.export.weights import WeightFormat, weights_for
 
 
 @pytest.mark.parametrize(
     ("device", "is_decoder", "asked", "found"),
     [
-        ("NPU", True, {}, Weights("int4", 128, True)),
-        ("NPU", True, {"kind": "int8"}, Weights("int8", -1, True)),
-        ("NPU", True, {"group_size": -1}, Weights("int4", -1, True)),
-        ("NPU", True, {"is_symmetric": False}, Weights("int4", 128, False)),
-        ("NPU", False, {}, Weights("f16")),
-        ("CPU", True, {}, Weights("int8", -1, False)),
-        ("CPU", True, {"kind": "int4"}, Weights("int4", 128, False)),
-        ("CPU", True, {"is_symmetric": True}, Weights("int8", -1, True)),
-        ("CPU", False, {"kind": "int8"}, Weights("int8", -1, False)),
-        ("GPU", True, {"kind": "f32"}, Weights("f32")),
+        ("NPU", True, {}, WeightFormat("int4", 128, True)),
+        ("NPU", True, {"kind": "int8"}, WeightFormat("int8", -1, True)),
+        ("NPU", True, {"group_size": -1}, WeightFormat("int4", -1, True)),
+        ("NPU", True, {"is_symmetric": False}, WeightFormat("int4", 128, False)),
+        ("NPU", False, {}, WeightFormat("f16")),
+        ("CPU", True, {}, WeightFormat("int8", -1, False)),
+        ("CPU", True, {"kind": "int4"}, WeightFormat("int4", 128, False)),
+        ("CPU", True, {"is_symmetric": True}, WeightFormat("int8", -1, True)),
+        ("CPU", False, {"kind": "int8"}, WeightFormat("int8", -1, False)),
+        ("GPU", True, {"kind": "f32"}, WeightFormat("f32")),
     ],
 )
 def test_what_is_left_out_is_chosen(device, is_decoder, asked, found):
