@@ -72,9 +72,8 @@ class Kind(IntEnum):
     TRACE = 28  # action: begin -> OK; action: end, path -> OK: events
     SNAPSHOT = 27  # handle: model; action, path, identity, key, tokens -> OK: tokens
     CLAIM = 29  # handle: model; session, tokens, adapters -> OK
-    ENCODE = (
-        30  # handle: model; window, first, priority, released, a tensor: bands of the window -> OK; when it was encoded
-    )
+    # handle: model; window, first, priority, released, a tensor: bands of the window -> OK; when it was encoded
+    ENCODE = 30
     ALIGN = 31  # handle: model; window, tokens, priority -> DONE
     RELEASE_WINDOW = 32  # window -> OK
 

@@ -72,7 +72,7 @@ def test_the_second_call_never_hears_the_first(original, serving):
     """The prompts are equal, so keys and values of an earlier one would be found by the prefix cache."""
     _, reference = original
     expected = [reference.answer(features(seed), PROMPT, COUNT) for seed in range(4)]
-    assert len({tuple(each) for each in expected}) == 4, "the sources must differ"
+    assert len({tuple(each) for each in expected}) == 4, "the windows must differ"
     for seed in (0, 1, 2, 3, 0, 1):
         assert answer(*serving, seed) == expected[seed]
 
