@@ -181,7 +181,9 @@ def test_cancel_and_deadline_end_a_request_while_a_daemon_starts(monkeypatch, tm
         assert len(first.output().tokens) >= 5  # what was delivered stays
         assert late.output(15).finish_reason == "deadline"
         pipe._engine.cancel(second.request_id, 1)
-        wait_for(lambda: second._queue.get(0) is not None and not pipe._engine._live[second.request_id].is_over, 10)
+        wait_for(
+            lambda: second._reader._queue.get(0) is not None and not pipe._engine._live[second.request_id].is_over, 10
+        )
         second.cancel()
         wait_for(lambda: not pipe._engine._live, 10)
 
