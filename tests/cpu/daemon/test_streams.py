@@ -74,7 +74,7 @@ def stream(monkeypatch):
 def blocked(stream):
     """The stream while a send of it waits for the client."""
     for _ in range(5000):  # 1 MB, more than a socket holds
-        stream.engine.steps.step()
+        stream.engine.step()
     waiting = -1
     while waiting != (waiting := stream.stream._outputs.qsize()):
         time.sleep(0.3)
@@ -95,7 +95,7 @@ def serve(blocked):
 
 def test_a_client_that_does_not_read_loses_its_requests(blocked):
     for _ in range(10_000):
-        blocked.engine.steps.step()
+        blocked.engine.step()
     assert not blocked.engine.queues
     assert len(blocked.engine.cancelled) == 2
     wait_for(lambda: not blocked.stream._running)  # the send that waited has ended
