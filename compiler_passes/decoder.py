@@ -6,10 +6,12 @@ from collections.abc import Callable
 
 from staticllm.devices import kind, merges_projections
 
+from .graph.paged_graph import PagedGraph
 from .graph.step_graph import StepGraph
 from .inputs.expose_factors import expose_factors
 from .inputs.expose_mask import expose_mask
 from .inputs.expose_positions import expose_positions
+from .inputs.prove_pages import prove_pages
 from .inputs.prove_rows import prove_rows
 from .npu_forms import NPU_FORMS
 from .pass_pipeline import LoweringOptions, Pass, PassPipeline, VariantPass
@@ -28,6 +30,7 @@ from .shapes.select_logits import select_logits
 from .states.fix_cache_position import fix_cache_position
 from .states.keep_new_rows import keep_new_rows
 from .states.lift_state import lift_state
+from .states.page_attention import page_attention
 from .states.store_kv_as import store_kv_as
 
 DECODER: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
@@ -50,6 +53,16 @@ DECODER: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
     )
 )
 """Lowers a stateful model to a pure function. The sizes of a variant are set afterwards, by ``LoweredModel``."""
+DECODER_PAGED: PassPipeline[PagedGraph, LoweringOptions] = PassPipeline(
+    (
+        Pass("page_attention", lambda graph, options: page_attention(graph, options.kv_type)),
+        Pass("prove_rows", lambda graph, options: prove_rows(graph, options.max_len)),
+        Pass("prove_pages", lambda graph, options: prove_pages(graph)),
+        Pass("select_logits", lambda graph, options: select_logits(graph)),
+        Pass("merge_projections", lambda graph, options: merge_projections(graph)),
+    )
+)
+"""Lowers a stateful model to a function over pages, for the CPU. Where it cannot, ``DECODER`` can."""
 DECODER_UNMERGED = DECODER.without("merge_projections")
 """The same for devices on which merged projections are not faster."""
 DECODER_EMBEDDER = DECODER.replace(

@@ -10,8 +10,9 @@ from staticllm.core import KEY_POSITIONS, ModelShape, Variant
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import EMBEDDINGS, LOGITS, POSITION_IDS, input_names
 
-from .decoder import DECODER
+from .decoder import DECODER, DECODER_PAGED, with_adapters
 from .graph.check_graph import check_inputs, check_static
+from .graph.paged_graph import PagedGraph
 from .graph.step_graph import StepGraph
 from .pass_pipeline import (
     LoweringOptions,
@@ -64,6 +65,18 @@ def lower(
     return LoweredModel(graph, _shape_of(graph), reports, passes.variant_passes)
 
 
+def lower_paged(model: ov.Model, options: LoweringOptions) -> LoweredModel:
+    """Lower a copy of a model to a program over pages of KV slots.
+
+    Raises:
+        UnsupportedModelError: it is not taken, or its numbers differ from the model's.
+    """
+    graph = PagedGraph(model.clone(), original=model)
+    passes = with_adapters(DECODER_PAGED) if options.adapters else DECODER_PAGED
+    reports = passes.run(graph, options)
+    return LoweredModel(graph, _shape_of(graph), reports)
+
+
 def _shape_of(graph: StepGraph) -> ModelShape:
     position_ids = graph.parameter(POSITION_IDS)
     dims = list(position_ids.get_partial_shape()) if position_ids is not None else []
@@ -71,13 +84,14 @@ def _shape_of(graph: StepGraph) -> ModelShape:
     vocab = graph.model.output(LOGITS if has_head else EMBEDDINGS).get_partial_shape()[2]
     if vocab.is_dynamic:
         raise UnsupportedModelError("select_logits", "the vocabulary size of the logits is not known")
+    rank = 2 if graph.page_size and len(dims) == 1 else len(dims)  # the positions of one call are flat there
     copies = dims[0].get_length() if len(dims) == 3 else 1
     has_distances = graph.parameter(KEY_POSITIONS) is not None
     shape = ModelShape(
         tuple(graph.kv_states),
         tuple(graph.masks),
         vocab.get_length(),
-        len(dims),
+        rank,
         copies,
         is_packable=graph.is_packable and not graph.recurrent_states,
         has_distances=has_distances,
@@ -90,6 +104,7 @@ def _shape_of(graph: StepGraph) -> ModelShape:
         cross_window_len=graph.cross_window_len,
         num_cross_windows=graph.num_cross_windows,
         rope_limits=graph.rope_limits,
+        page_size=graph.page_size,
     )
     check_inputs(graph.model, input_names(shape), "lower")
     return shape

@@ -96,8 +96,13 @@ class Arena:
 
     def write(self, slots: slice | Array, presents: Sequence[Array], rows: slice) -> None:
         """Copy rows ``rows`` of each group's presents, ``[n, heads, S, head_dim]``, to arena slots ``slots``."""
+        places = (slice(None), slice(None), *self._places(slots))
         for view, present in zip(self._views, presents, strict=True):
-            view[:, :, slots] = present[:, :, rows]
+            view[places] = present[:, :, rows]
+
+    def _places(self, slots: slice | Array) -> tuple[slice | Array, ...]:
+        """Return the index of slots behind the axes of states and heads of a view."""
+        return (slots,)
 
     def host_memory(self, count: int) -> tuple[Array, ...]:
         """Return memory for ``count`` slots outside the arena: per group ``[n, heads, count, head_dim]``, uninitialised."""
@@ -107,8 +112,8 @@ class Arena:
         """Copy arena slots ``slots`` to slots ``target`` of ``into``, per group ``[n, heads, count, head_dim]``."""
         for view, copied in zip(self._views, into, strict=True):
             part = copied[:, :, target]
-            if isinstance(slots, slice):
-                part[:] = view[:, :, slots]
+            if isinstance(slots, slice) or view.ndim > part.ndim:
+                part[:] = view[(slice(None), slice(None), *self._places(slots))]
                 continue
             for line, lines in zip(view, part, strict=True):  # several times as fast as view[:, :, slots]
                 np.take(line, slots, axis=1, out=lines, mode="clip")
@@ -117,7 +122,7 @@ class Arena:
         """Copy slots ``old [n]`` to slots ``new [n]``."""
         assert not self.is_read, "a call in flight reads the slots at their old places"
         for view in self._views:
-            view[:, :, new] = view[:, :, old]
+            view[(slice(None), slice(None), *self._places(new))] = view[(slice(None), slice(None), *self._places(old))]
 
     def clear(self) -> None:
         """Zero all slots. Needed only after non-finite values: a masked NaN still makes a weighted sum NaN.

@@ -46,8 +46,8 @@ class KVCache:
         self.kv_states = shape.kv_states
         self.rope_limits = shape.rope_limits
         self.slot_bytes = shape.slot_bytes
-        self.arena = Arena(shape.kv_states, self.num_slots, allocate)
-        self.slots = SlotAllocator(self.num_slots)
+        self.arena = self._make_arena(shape, allocate)
+        self.slots = self._make_slots()
         self.states = StateBank(shape.recurrent_states)
         self.cross = CrossBank(shape, allocate)
         self._masks = MaskBuilder()
@@ -55,6 +55,17 @@ class KVCache:
         self.layout = StoredLayout(self.arena.groups, state_specs, shape.vocab_size, len(shape.rope_limits) + 1)
         self.is_void = False
         self._open: weakref.WeakSet[KVSequence] = weakref.WeakSet()
+
+    def _make_arena(self, shape: ModelShape, allocate: Allocate | None) -> Arena:
+        return Arena(shape.kv_states, self.num_slots, allocate)
+
+    def _make_slots(self) -> SlotAllocator:
+        return SlotAllocator(self.num_slots)
+
+    @property
+    def num_past(self) -> int:
+        """The number of slots that a call reads: all up to the highest one in use."""
+        return self.slots.high_slot
 
     def transaction(self) -> Transaction:
         """A block in which slots change hands. If it raises, ``is_void`` is True until ``reset``."""
@@ -119,7 +130,7 @@ class KVCache:
             self.arena.read(as_index(slots), memory, slice(0, len(tokens)))
             rotations.turn(memory, -count)
             self.cut(sequence, start)
-            fresh = self._allocate(len(tokens))
+            fresh = self._allocate(sequence, len(tokens))
             self.arena.write(as_index(fresh), memory, slice(0, len(tokens)))
             sequence.append(tokens, fresh)
 
@@ -155,7 +166,7 @@ class KVCache:
         assert length == len(stored.tokens) or not self.states
         sequence = self.open(stored.conditions)
         sequence.states = stored.states or None
-        slots = self._allocate(length)
+        slots = self._allocate(sequence, length)
         self.arena.write(as_index(slots), stored.kv, slice(0, length))
         sequence.append(stored.tokens[:length], slots)
         return sequence
@@ -212,6 +223,11 @@ class KVCache:
         if buffers.key_positions is not None and buffers.query_positions is not None:
             paint_positions(step, buffers.key_positions[0, 0, 0], buffers.query_positions[0, 0, :, 0])
 
+    def new_rows(self, step: Step, buffers: StepBuffers) -> list[NDArray[Any]]:
+        """Return copies of what a step that ran wrote for its first segment: per group ``[n, heads, rows, head_dim]``."""
+        count = len(step.segments[0].tokens)
+        return [present[:, :, :count].copy() for present in buffers.presents]
+
     def are_finite(self, step: Step, buffers: StepBuffers) -> list[bool]:
         """Return for each segment of a step that ran whether its new keys, values and states are finite and may be kept."""
         count = sum(len(segment.tokens) for segment in step.segments)
@@ -255,7 +271,7 @@ class KVCache:
         self, sequence: KVSequence, tokens: Sequence[int], presents: Sequence[NDArray[Any]], rows: slice
     ) -> None:
         """Add tokens to a sequence, with rows ``rows`` of each group's presents, ``[n, heads, S, head_dim]``."""
-        slots = self._allocate(len(tokens))
+        slots = self._allocate(sequence, len(tokens))
         self.arena.write(as_index(slots), presents, rows)
         sequence.append(tokens, slots)
 
@@ -264,8 +280,9 @@ class KVCache:
         kv = tuple(present[:, :, rows].copy() for present in buffers.presents)
         return StoredSequence(tuple(segment.tokens.tolist()), kv, self.states.written(), segment.sequence.conditions)
 
-    def _allocate(self, count: int) -> NDArray[np.intp]:
-        """Allocate slots ``[count]``, and grow the arena's stride if they need it."""
+    def _allocate(self, sequence: KVSequence, count: int) -> NDArray[np.intp]:
+        """Allocate slots ``[count]`` for more tokens of a sequence, and grow the arena's stride if they need it."""
+        del sequence  # any slots will do
         used = self.slots.high_slot
         slots = self.slots.allocate(count)
         needed = max(used, int(slots[-1]) + 1) if count else used
@@ -275,7 +292,7 @@ class KVCache:
 
     def reset(self) -> None:
         """Free and zero all slots, in any state that an interrupted step left. Open sequences must not be used any more."""
-        self.slots = SlotAllocator(self.num_slots)
+        self.slots = self._make_slots()
         self._masks = MaskBuilder()
         self._open = weakref.WeakSet()
         self.arena.clear()

@@ -64,6 +64,11 @@ class KVSequence:
         self._slots[start : start + len(slots)] = slots
         self.tokens.extend(tokens)
 
+    def replace_last(self, slots: NDArray[np.intp]) -> None:
+        """Let the last tokens lie in ``slots [n]``."""
+        self._slots[len(self.tokens) - len(slots) : len(self.tokens)] = slots
+        self.epoch += 1
+
     def cut(self, length: int) -> NDArray[np.intp]:
         """Keep the first ``length`` tokens; return the slots ``[n]`` of the others."""
         dropped = self.slots[length:].copy()

@@ -21,7 +21,7 @@ class SlotAllocator:
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self.num_free = num_slots  # slots without a holder
+        self._num_unused = num_slots  # slots without a holder
         self._is_free = np.ones(num_slots, np.bool_)
         self._lowest = 0  # no slot below it is free
         self._holders = np.zeros(num_slots, np.int32)
@@ -31,9 +31,14 @@ class SlotAllocator:
         self._high: int | None = 0  # None if it must be computed
 
     @property
+    def num_free(self) -> int:
+        """The number of slots that may be allocated."""
+        return self._num_unused
+
+    @property
     def num_used(self) -> int:
         """The number of slots with at least one holder."""
-        return self.num_slots - self.num_free
+        return self.num_slots - self._num_unused
 
     @property
     def high_slot(self) -> int:
@@ -49,14 +54,18 @@ class SlotAllocator:
         if not count:
             return np.zeros(0, np.intp)
         slots = self._find(count)
+        self._take(slots)
+        return slots
+
+    def _take(self, slots: Slots) -> None:
+        """Give free ``slots [n]``, n > 0, an active holder each."""
         self._holders[slots] = 1
         self._active[slots] = 1
-        self.num_active += count
+        self.num_active += len(slots)
         self._is_free[slots] = False
-        self.num_free -= count
+        self._num_unused -= len(slots)
         if self._high is not None:
             self._high = max(self._high, int(slots[-1]) + 1)
-        return slots
 
     def _find(self, count: int) -> Slots:
         """Return the lowest free slots ``[count]``; the lowest consecutive ones, if they are no higher than what is in use."""
@@ -90,9 +99,13 @@ class SlotAllocator:
             self.num_shared -= int(np.count_nonzero(counts == 1))
         freed = slots[counts == 0]
         if freed.size:
-            self._is_free[freed] = True
-            self.num_free += freed.size
-            self._lowest = min(self._lowest, int(freed.min()))
+            self._give_back(freed)
+
+    def _give_back(self, slots: Slots) -> None:
+        """Let ``slots [n]``, n > 0, which have lost their last holders, be free."""
+        self._is_free[slots] = True
+        self._num_unused += len(slots)
+        self._lowest = min(self._lowest, int(slots.min()))
 
     def mark_idle(self, slots: Slots) -> None:
         """Let an active holder of ``slots [n]`` be idle."""

@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.core import KV_TYPE_BYTES, ModelShape, Variant
+from staticllm.ports import BLOCK_INDICES, BLOCK_INDICES_BEGINS, MAX_CONTEXT_LEN, PAST_LENS, SUBSEQUENCE_BEGINS
 
-from .groups import HOST_TYPES, group_states, place_of
+from .groups import HOST_TYPES, StateGroup, group_states, place_of
 from .sequence import KVSequence
 
 
@@ -31,6 +32,56 @@ class Segment:
 
     def __post_init__(self) -> None:
         assert not (self.to_host and len(self.sequence)), "only a fresh sequence can go to the host"
+
+
+class PageTables:
+    """What a paged program must know of the n sequences of a step, int32. Writing another step of the same sizes moves no array.
+
+    ``past_lens [n]``: the tokens that have run. ``subsequence_begins [n + 1]``: the first row of each, and the number of rows.
+    ``block_indices``: the pages of all sequences, one after another; ``block_indices_begins [n + 1]``: where those of each begin.
+    ``max_context_len []``: the tokens of the longest one, with its rows. The names are those of ``PagedAttentionExtension``.
+    """
+
+    def __init__(self, num_sequences: int) -> None:
+        self._begins = np.zeros((3, num_sequences + 1), np.int32)
+        self._blocks = np.zeros(1, np.int32)
+        self.max_context_len = np.ones((), np.int32)
+        self.num_logits = 0
+        self.write([0], [1], [np.zeros(1, np.intp)], 1)
+
+    def write(
+        self, past: Sequence[int], counts: Sequence[int], tables: Sequence[NDArray[np.intp]], num_logits: int
+    ) -> None:
+        """Write a step: of each sequence the tokens that have run, the rows, and the pages; and all rows with logits."""
+        lens, begins, places = self._begins
+        num = len(past)
+        lens[:num] = past
+        begins[1 : num + 1] = np.cumsum(counts)
+        places[1 : num + 1] = np.cumsum([len(table) for table in tables])
+        num_blocks = int(places[num])
+        if num_blocks > len(self._blocks):
+            self._blocks = np.zeros(2 * num_blocks, np.int32)
+        np.concatenate(tables, out=self._blocks[:num_blocks], casting="unsafe")
+        self.max_context_len[...] = (lens[:num] + np.diff(begins[: num + 1])).max()
+        self.num_logits = num_logits
+        self.sizes = int(begins[num]), num, num_blocks, num_logits, id(self._blocks)
+
+    @property
+    def num_rows(self) -> int:
+        """The rows of the step."""
+        return self.sizes[0]
+
+    def arrays(self) -> dict[str, NDArray[np.int32]]:
+        """Return the memory of each port, by its name."""
+        _, num, num_blocks, *_ = self.sizes
+        lens, begins, places = self._begins
+        return {
+            PAST_LENS: lens[:num],
+            SUBSEQUENCE_BEGINS: begins[: num + 1],
+            BLOCK_INDICES: self._blocks[:num_blocks],
+            BLOCK_INDICES_BEGINS: places[: num + 1],
+            MAX_CONTEXT_LEN: self.max_context_len,
+        }
 
 
 @dataclass(frozen=True)
@@ -73,19 +124,19 @@ class BufferPool:
         self.positions = np.zeros(sizes.rows * max(shape.position_copies, 1), np.int64)
         self.logit_rows = np.zeros(sizes.num_logits, np.int64)
         self.logits = np.zeros(sizes.num_logits * shape.vocab_size, np.float32)
-        self.masks = {kind: np.zeros(sizes.mask_cells, np.float32) for kind in shape.masks}  # each step paints its own
+        masks = () if shape.page_size else shape.masks
+        self.masks = {kind: np.zeros(sizes.mask_cells, np.float32) for kind in masks}  # each step paints its own
         self.key_positions = np.zeros(sizes.columns if shape.has_distances else 0, np.int32)
         self.query_positions = np.zeros(sizes.rows if shape.has_distances else 0, np.int32)
         self.adapter_scales = np.zeros(sizes.rows * shape.num_adapters, np.float32)
         self.rope_factors = np.zeros(sizes.rows if shape.rope_limits else 0, np.int32)
         self.cross_mask = np.zeros(sizes.rows * shape.cross_len, np.float32)
+        self.pages = PageTables(max(variant.sequences for variant in variants))
         dtype = HOST_TYPES[shape.adapter_type]
         self.adapters: dict[str, NDArray[Any]] = adapters or {
             name: np.zeros(size, dtype) for name, size in adapter_sizes(shape).items()
         }
-        self.presents = [
-            np.zeros(math.prod(group.shape(sizes.rows)), group.dtype) for group in group_states(shape.kv_states)
-        ]
+        self.presents = [np.zeros(math.prod(group.shape(sizes.rows)), group.dtype) for group in _written(shape)]
 
 
 class StepBuffers:
@@ -96,7 +147,8 @@ class StepBuffers:
     [1, S, adapters]`` f32, and ``adapters``: port → the matrices of adapters, the same for all variants. ``cross_mask
     [1, 1, S, frames]`` f32, with cross-attention: of ``num_cross_windows`` places for windows, which are all places if
     ``sees_all_cross_windows``. ``rope_factors [1, S]``, ``key_positions [1, 1, 1, T+S]`` and ``query_positions [1, 1, S, 1]``
-    int32, if the model takes them, else None.
+    int32, if the model takes them, else None. A call of a paged program has as many rows as tokens: it reads the front of these
+    arrays, as ``pool.pages`` says.
     """
 
     def __init__(self, variant: Variant, pool: BufferPool) -> None:
@@ -106,7 +158,7 @@ class StepBuffers:
         rows = variant.rows
         count = variant.num_logits
         lead = {0: (1,), 2: (1,), 3: (shape.position_copies, 1)}[shape.position_rank]
-        self._groups = group_states(shape.kv_states)
+        self._groups = _written(shape)
         self.input_ids = _front(pool.ids, 1, rows)
         self.position_ids = _front(pool.positions, *lead, rows)
         self.masks = {kind: _front(cells, 1, 1, rows, variant.kv_len + rows) for kind, cells in pool.masks.items()}
@@ -137,6 +189,11 @@ class StepBuffers:
         """Return the new rows of state ``index``: ``[1, heads, S, head_dim]``."""
         number, line = place_of(self._groups, index)
         return self.presents[number][line : line + 1]
+
+
+def _written(shape: ModelShape) -> tuple[StateGroup, ...]:
+    """Return the groups of states whose new rows a program returns; a paged one writes them into their pages."""
+    return () if shape.page_size else group_states(shape.kv_states)
 
 
 def adapter_sizes(shape: ModelShape) -> dict[str, tuple[int, int]]:
@@ -172,8 +229,9 @@ def pool_sizes(variants: Sequence[Variant]) -> PoolSizes:
 def buffer_bytes(variants: Sequence[Variant], shape: ModelShape) -> int:
     """Return the bytes that a pool for ``variants`` would take."""
     sizes = pool_sizes(variants)
-    masks = sizes.mask_cells * 4 * len(shape.masks)
+    masks = sizes.mask_cells * 4 * (0 if shape.page_size else len(shape.masks))
     adapters = KV_TYPE_BYTES[shape.adapter_type] * sum(
         rows * columns for rows, columns in adapter_sizes(shape).values()
     )
-    return adapters + masks + sizes.num_logits * shape.vocab_size * 4 + sizes.rows * shape.slot_bytes
+    presents = 0 if shape.page_size else sizes.rows * shape.slot_bytes
+    return adapters + masks + sizes.num_logits * shape.vocab_size * 4 + presents

@@ -23,7 +23,7 @@ Part: TypeAlias = str
 """A part of the work that may have its own program and device properties: a decoder's phases and ``few_rows``, its calls of few
 rows, or those that another kind of model names, usually one for all calls (``encode``)."""
 ProgramMode = Literal["separate", "shared"]
-ProgramLayout = Literal["separate", "shared", "phases", "few_rows", "blocks"]
+ProgramLayout = Literal["separate", "shared", "phases", "few_rows", "blocks", "paged"]
 """``separate``: one program per variant; ``blocks``: the same, as chains of blocks over one bank of weights; ``shared``: one for
 all; ``phases``: one per phase; ``few_rows``: one for calls of few rows (one row, or as many as a probe finds) and one for the
 others."""
@@ -107,6 +107,11 @@ class KVState:
     def present_name(self) -> str:
         """The name of the program's output port: the slots of this call's rows."""
         return f"present.{self.layer}.{self.role}" + (".scale" if self.is_scale else "")
+
+    @property
+    def pages_name(self) -> str:
+        """The name of a paged program's input port for all pages, which it also writes."""
+        return f"pages.{self.layer}.{self.role}"
 
     @property
     def slot_bytes(self) -> int:
@@ -273,6 +278,7 @@ class ModelShape:
     cross_window_len: Count = 0  # the frames of one window
     num_cross_windows: Count = 0
     rope_limits: tuple[Size, ...] = ()  # lengths of a sequence after which its RoPE factors change, ascending
+    page_size: Count = 0  # slots of a page, if programs read and write pages by tables; else 0
 
     @property
     def cross_len(self) -> int:

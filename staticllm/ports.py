@@ -23,6 +23,10 @@ KEPT_ROWS, PAST, PRESENT = "kept_rows", "past.", "present."
 CROSS, CROSS_MASK = "cross.", "cross_mask"
 ADAPTER_SCALES = "adapter_scales"
 ROPE_FACTORS = "rope_factors"
+PAST_LENS, SUBSEQUENCE_BEGINS, MAX_CONTEXT_LEN = "past_lens", "subsequence_begins", "max_context_len"
+BLOCK_INDICES, BLOCK_INDICES_BEGINS = "block_indices", "block_indices_begins"
+PAGE_TABLES = (PAST_LENS, SUBSEQUENCE_BEGINS, BLOCK_INDICES_BEGINS, BLOCK_INDICES, MAX_CONTEXT_LEN)
+"""Ports of paged programs: the tokens of each sequence that have run, its first row, and its pages; a block is a page."""
 Range = tuple[int, int]
 """Smallest and largest size of an axis; equal if the size is fixed."""
 
@@ -158,6 +162,12 @@ PORTS = (
     Port(EMBEDDINGS, ("1", "R", "width"), "float32"),
     Port(r"past\.\d+\.(key|value)(\.scale)?", ("1", "heads", "T", "head_dim")),
     Port(r"present\.\d+\.(key|value)(\.scale)?", ("1", "heads", "S", "head_dim")),
+    Port(r"pages\.\d+\.(key|value)", ("pages", "heads", "page_size", "head_dim")),
+    Port(PAST_LENS, ("n",), "int32"),
+    Port(SUBSEQUENCE_BEGINS, ("n + 1",), "int32"),
+    Port(BLOCK_INDICES, ("blocks",), "int32"),
+    Port(BLOCK_INDICES_BEGINS, ("n + 1",), "int32"),
+    Port(MAX_CONTEXT_LEN, (), "int32"),
     Port(r"state\.\d+(\.next)?", ()),
     Port(r"cross\.\d+\.(key|value)", ("1", "heads", "frames", "head_dim")),
     Port(CROSS_MASK, ("1", "1", "S", "frames"), "float32"),
@@ -199,8 +209,11 @@ def port_of(names: Iterable[str]) -> tuple[str, Port]:
 
 def input_names(shape: ModelShape) -> frozenset[str]:
     """Return the names of all inputs of a model's step programs."""
-    names = {INPUT_IDS, LOGIT_ROWS, *(kind.port_name for kind in shape.masks)}
-    names |= {state.past_name for state in shape.kv_states} | {state.past_name for state in shape.recurrent_states}
+    names = {INPUT_IDS, LOGIT_ROWS} | {state.past_name for state in shape.recurrent_states}
+    if shape.page_size:
+        names |= {*PAGE_TABLES, *(state.pages_name for state in shape.kv_states)}
+    else:
+        names |= {kind.port_name for kind in shape.masks} | {state.past_name for state in shape.kv_states}
     if shape.position_rank:
         names.add(POSITION_IDS)
     if shape.rope_limits:

@@ -27,13 +27,17 @@ def check_graph(graph: StepGraph, stage: str) -> int:
     inputs = [port.get_any_name() for port in model.inputs]
     outputs = [port.get_any_name() for port in model.outputs]
     _require(len({*inputs, *outputs}) == len(inputs) + len(outputs), stage, "two ports share a name")
+    for group in graph.adapted:
+        _require({group.a_name, group.b_name, ADAPTER_SCALES} <= set(inputs), stage, f"{group.a_name} has no input")
+    if graph.page_size:
+        for state in graph.kv_states:
+            _require(state.pages_name in inputs, stage, f"{state.pages_name} has no input")
+        return len(nodes)
     for state in graph.ports:
         _require(state.past_name in inputs, stage, f"{state.past_name} has no input")
         _require(state.present_name in outputs, stage, f"{state.present_name} has no output")
     for state in graph.cross_states:
         _require(state.past_name in inputs, stage, f"{state.past_name} has no input")
-    for group in graph.adapted:
-        _require({group.a_name, group.b_name, ADAPTER_SCALES} <= set(inputs), stage, f"{group.a_name} has no input")
     if graph.kv_states or graph.recurrent_states:
         known = sum(not state.is_scale for state in graph.kv_states) + len(graph.recurrent_states)
         _require(known == len(graph.states), stage, "a lifted state is neither a KV state nor recurrent")

@@ -54,6 +54,7 @@ class StepGraph:
     num_adapters: int = 0  # adapters that a row can have
     adapted: list[AdaptedGroup] = field(default_factory=list)  # matrices that they change
     adapter_type: AdapterType = "f32"
+    page_size: int = 0  # slots of a page, if the attention reads and writes pages
     blocks: dict[int, ov.Node] = field(default_factory=dict)  # address of joined constants → constant of all of them
     notes: dict[str, list[str]] = field(default_factory=dict)
 

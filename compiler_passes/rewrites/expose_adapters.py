@@ -130,6 +130,7 @@ class _RowScales:
     def __init__(self, graph: StepGraph, scales: ov.Node) -> None:
         self._scales = scales
         self._picks = graph.parameter(LOGIT_ROWS)
+        self._is_paged = bool(graph.page_size)
         self._known: dict[tuple[tuple[int, ...], bool, bool], ov.Node] = {}
 
     def of(self, group: AdaptedGroup, producer: ov.Output) -> ov.Node:
@@ -142,12 +143,18 @@ class _RowScales:
             if is_picked:  # the head reads only the rows that get logits
                 found = ops.gather(found, self._picks, ops.constant(np.int64(1)))
             found = ops.gather(found, np.array(group.columns, np.int64), np.int64(2))
-            self._known[key] = ops.reshape(found, np.array([-1, group.rank]), special_zero=False) if is_flat else found
+            if is_flat:
+                found = ops.reshape(found, np.array([-1, group.rank]), special_zero=False)
+            elif self._is_paged and not is_picked:  # its rows are a batch of sequences of one token
+                found = ops.reshape(found, np.array([-1, 1, group.rank]), special_zero=False)
+            self._known[key] = found
         return self._known[key]
 
     def _is_picked(self, producer: ov.Output) -> bool:
         node = producer.get_node()
         picks = self._picks
+        if self._is_paged and node.get_type_name() == "Reshape":
+            node = node.input_value(0).get_node()
         if picks is None or node.get_type_name() != "Gather":
             return False
         return bool(node.input_value(1).get_node().get_instance_id() == picks.get_instance_id())

@@ -32,12 +32,21 @@ def select_logits(graph: StepGraph) -> None:
     port = head.input(0) if head is not None else result.input(0)
     rows = graph.add_parameter(LOGIT_ROWS, ov.PartialShape([-1]), ov.Type.i64)
     hidden = port.get_source_output()
-    picked = ops.gather(hidden, rows, ops.constant(np.int64(TOKEN_AXIS)))
+    picked = ops.gather(hidden, rows, ops.constant(np.int64(0 if graph.page_size else TOKEN_AXIS)))
+    if graph.page_size:  # its rows are a batch of sequences of one token
+        picked = ops.reshape(picked, np.array([1, -1, _width(hidden)], np.int64), special_zero=False)
     picked.set_friendly_name("picked_rows")
     port.replace_source_output(picked.output(0))
     graph.model.validate_nodes_and_infer_types()
     where = f"before {head.get_friendly_name()!r}" if head is not None else "after the head: none was recognised"
     graph.note(STAGE, f"rows are picked {where}")
+
+
+def _width(hidden: ov.Output) -> int:
+    width = hidden.get_partial_shape()[-1]
+    if width.is_dynamic:
+        raise UnsupportedModelError(STAGE, "the width of the values that the head reads is not known")
+    return int(width.get_length())
 
 
 def logits_result(graph: StepGraph, stage: str) -> ov.Node:

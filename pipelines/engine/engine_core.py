@@ -265,7 +265,7 @@ class EngineCore:
         is_alone = not self.jobs.has_jobs and not len(self.device.kv_manager.idle)
         if is_alone:
             index = self.device.runner.index
-            high_slot = self.device.runner.cache.slots.high_slot
+            high_slot = self.device.runner.cache.num_past
             plan = self.planner.repeated(
                 self.device.table, self.device.kv_manager.free_slots, index.max_decoding(high_slot)
             )

@@ -136,7 +136,7 @@ class Serving:
         device = Device(
             index=runner.index,
             seconds=runner.costs,
-            high_slot=runner.cache.slots.high_slot,
+            high_slot=runner.cache.num_past,
             is_complete=runner.is_complete,
             swap_seconds=manager.swap_seconds,
             leaving_slots=manager.prefix.leaving_slots,

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.config import StaticLLMConfig
-from staticllm.core import KVType, ModelShape, OnProgress, Part, ProgramLayout, Variant, mode_of
-from staticllm.devices import check_device, default_kv_type, get_core, npu_platform
+from staticllm.core import AdapterLayout, KVType, ModelShape, OnProgress, Part, ProgramLayout, Variant, mode_of
+from staticllm.devices import check_device, default_kv_type, get_core, kind, npu_platform
+from staticllm.errors import UnsupportedModelError
 from staticllm.model_dir import check_model_files, path_of, weights_size
 
 from ...compiler_passes.artifacts.blob_set import json_properties
@@ -38,10 +39,9 @@ from ...compiler_passes.compiling.layout import (
 )
 from ...compiler_passes.compiling.variants import choose_variants, first_to_serve
 from ...compiler_passes.decoder import decoder_passes, with_adapters
-from ...compiler_passes.graph.step_graph import StepGraph
-from ...compiler_passes.lower import LoweredModel, lower
+from ...compiler_passes.lower import LoweredModel, lower, lower_paged
 from ...compiler_passes.model_kind import check_kind, is_lowered_as, kind_of
-from ...compiler_passes.pass_pipeline import LoweringOptions, PassPipeline
+from ...compiler_passes.pass_pipeline import LoweringOptions
 from ...compiler_passes.rewrites.fuse_adapters import fuse_adapters
 from ..programs.bind import HostMemory, allocating
 from ..programs.model_runner import ModelRunner
@@ -103,10 +103,14 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
             adapter_type="bf16" if usual == "bf16" else "f32",
             cross_window_len=cross_window_len,
             num_cross_windows=num_cross_windows,
+            adapters=_as_inputs(opened.model, config.adapters),
         )
         platform = npu_platform(core, device) if job.target is None else job.target.platform.number
-        lowered = _lowered(opened.model, lowering, decoder_passes(device, platform), config.adapters)
         layout = program_layout(device, job.directory, config, kv_type)
+        if may_be_paged(job) and (paged := _paged(opened.model, lowering, config)) is not None:
+            return _paged_plan(job, opened, paged, kv_type)
+        passes = decoder_passes(device, platform)
+        lowered = lower(opened.model, lowering, with_adapters(passes) if lowering.adapters else passes)
         variants = choose_variants(config, mode, lowered.shape, layout)
         probes = probes_of(job)
 
@@ -207,6 +211,10 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
             ),
         }
 
+    def may_have_no_blobs(self, job: DecoderJob) -> bool:
+        """Return whether the programs may work on pages; OpenVINO 2026.4 refuses to import what it has exported of these."""
+        return may_be_paged(job)
+
     def properties(self, job: DecoderJob) -> Mapping[Part, Mapping[str, Any]]:
         """Return OpenVINO's properties for each phase."""
         return phase_properties(job.device, job.config)
@@ -249,19 +257,49 @@ def _check_adapters(shape: ModelShape) -> None:
         raise ValueError("the matrices of adapters have more than 16 GiB")
 
 
-def _lowered(
-    model: ov.Model,
-    options: LoweringOptions,
-    passes: PassPipeline[StepGraph, LoweringOptions],
-    adapters: AdapterSet | None,
-) -> LoweredModel:
-    """Lower a model with adapters folded into its weights or as inputs. Raises ``UnsupportedModelError``, ``AdapterError``."""
-    if adapters is None:
-        return lower(model, options, passes)
-    if adapters.is_fused:
+def _as_inputs(model: ov.Model, adapters: AdapterSet | None) -> tuple[AdapterLayout, ...]:
+    """Return the adapters that become inputs; others are folded into the weights of the model. Raises ``AdapterError``."""
+    if adapters is not None and adapters.is_fused:
         fuse_adapters(model, adapters.layouts, adapters.deltas())
-        return lower(model, options, passes)
-    return lower(model, replace(options, adapters=adapters.layouts), with_adapters(passes))
+        return ()
+    return () if adapters is None else adapters.layouts
+
+
+def may_be_paged(job: LoadJob[Any]) -> bool:
+    """Return whether the program of a decoder may work on pages: on a CPU, unless a blob is made of it."""
+    config = job.config
+    is_stored = config.export_blob or config.blob_path is not None
+    return kind(job.device) == "CPU" and config.programs in ("auto", "paged") and not is_stored
+
+
+def _paged(model: ov.Model, options: LoweringOptions, config: StaticLLMConfig) -> LoweredModel | None:
+    """Lower a model to a program over pages; None if it cannot be, and the user has not asked for it.
+
+    Raises:
+        UnsupportedModelError: it cannot be, with ``PROGRAMS=paged``.
+        AdapterError: an adapter does not fit the model.
+    """
+    try:
+        if config.cross_windows is not None:
+            raise UnsupportedModelError("page_attention", "cross-attention has no pages")
+        return lower_paged(model, options)
+    except UnsupportedModelError as error:
+        if config.programs == "paged":
+            raise
+        logger.info("not in pages: %s", error)
+        return None
+
+
+def _paged_plan(job: DecoderJob, opened: OpenedModel, lowered: LoweredModel, kv_type: KVType) -> DecoderPlan:
+    """Return the plan of one program for all calls, which works on pages."""
+    properties: dict[Part, Mapping[str, Any]] = {
+        part: {**values, "KV_CACHE_PRECISION": kv_type}
+        for part, values in phase_properties(job.device, job.config).items()
+    }
+    variants = choose_variants(job.config, "shared", lowered.shape, "paged")
+    found = calibrated(get_core(), job.device, lowered.graph.model, properties, "paged", probes_of(job))
+    options = CompileOptions(job.device, "paged", kv_type, found.properties)
+    return DecoderPlan(lowered, options, variants, opened.weights)
 
 
 def _speedup_of_few_rows(

@@ -151,6 +151,11 @@ class ProgramKind(ABC, Generic[V, S, R]):
         if not self.fits(model, directory):
             raise ModelError(f"{given_as(directory)!r} is not {with_article(self.name)}")
 
+    def may_have_no_blobs(self, job: Job[V, S, R]) -> bool:
+        """Return whether the job's programs may be such that no blob of them can be imported."""
+        del job
+        return False
+
     def fingerprint(self, job: Job[V, S, R]) -> Fingerprint:
         """Return the fingerprint that a set must have to be loaded for this job.
 

@@ -95,7 +95,7 @@ def _through_cache(job: Job[V, S, R], cache_dir: str) -> Loaded[V, S, R]:
     except CacheUnusableError as error:
         return _from_read_only_cache(entry, str(error)) or _compile(job)
     try:
-        loaded = _from_cache(entry) or _compile_into(entry)
+        loaded = _from_cache(entry) or _without_blobs(entry) or _compile_into(entry)
     except BaseException:
         lease.release()
         raise
@@ -162,9 +162,21 @@ def _compile_into(place: SetPlace[V, S, R]) -> Loaded[V, S, R]:
     return Loaded(runner, programs, job.config, "compiled", kept_costs=kept)
 
 
-def _compile(job: Job[V, S, R], place: CostsPlace | None = None) -> Loaded[V, S, R]:
+def _without_blobs(entry: CacheEntry[V, S, R]) -> Loaded[V, S, R] | None:
+    """Compile a model whose programs cannot be imported; None if they can."""
+    job = entry.job
+    if not job.kind.may_have_no_blobs(job):
+        return None
+    plan = job.kind.plan(job)
+    return _compile(job, entry.costs_place, plan) if plan.options.layout == "paged" else None
+
+
+def _compile(
+    job: Job[V, S, R], place: CostsPlace | None = None, plan: CompilePlan[V, S] | None = None
+) -> Loaded[V, S, R]:
     """Compile; no blobs are written. ``place``: where the costs of the programs are kept, if anywhere."""
-    plan = job.kind.plan(job, start="all programs" if job.config.background_compile is False else "one program")
+    if plan is None:
+        plan = job.kind.plan(job, start="all programs" if job.config.background_compile is False else "one program")
     if is_staged(job):
         return _compile_staged(job, plan)
     kept = place.costs_of(job.kind.variant, plan.options) if place is not None else None

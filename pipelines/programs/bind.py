@@ -35,6 +35,7 @@ from ...compiler_passes.compiling.chain import AnyProgram, bind_calls
 from ...compiler_passes.states.store_kv_as import ELEMENT_TYPES
 from ...kvcache.arena import Allocate
 from ...kvcache.cache import KVCache
+from ...kvcache.paged import kv_cache
 from ...kvcache.step import BufferPool, StepBuffers
 
 
@@ -62,7 +63,8 @@ def allocate(shape: ModelShape, variants: Sequence[Variant], of_device: Allocate
         ConfigError: there is not enough.
     """
     try:
-        cache = KVCache(shape, [variant.kv_len for variant in variants], of_device)
+        kv_lens = [variant.kv_len for variant in variants]
+        cache = kv_cache(shape, kv_lens, of_device, max(variant.sequences for variant in variants))
         return HostMemory(cache, BufferPool(variants, shape))
     except MemoryError as error:
         raise ConfigError(
@@ -152,6 +154,37 @@ class Program(BoundRequest):
         return super().run_blocks(blocks, meanwhile)
 
 
+class PagedProgram(Program):
+    """A variant of a program that writes and reads pages. A call has as many rows as tokens, whatever the variant's."""
+
+    def __init__(self, compiled: AnyProgram, buffers: StepBuffers, tensors: Mapping[str, ov.Tensor]) -> None:
+        self._sizes = buffers.pool.pages.sizes
+        self._names = {name for port in (*compiled.inputs, *compiled.outputs) for name in port.get_names()}
+        super().__init__(compiled, buffers, {**tensors, **_row_tensors(buffers)})
+
+    def run_blocks(self, blocks: range, meanwhile: Callable[[], None] | None = None) -> float:
+        """Run the only block, as ``BoundRequest`` does."""
+        if self._sizes != self.buffers.pool.pages.sizes:
+            self._sizes = self.buffers.pool.pages.sizes
+            tensors = _row_tensors(self.buffers)
+            self._calls[0].rebind({name: tensor for name, tensor in tensors.items() if name in self._names})
+        return super().run_blocks(blocks, meanwhile)
+
+
+def _row_tensors(buffers: StepBuffers) -> dict[str, ov.Tensor]:
+    """Return the tensors of a paged program's ports whose sizes are those of the next call."""
+    pages = buffers.pool.pages
+    arrays: dict[str, NDArray[Any]] = {
+        INPUT_IDS: buffers.input_ids[0, : pages.num_rows],
+        POSITION_IDS: buffers.position_ids[0, : pages.num_rows],
+        LOGIT_ROWS: buffers.logit_rows[: pages.num_logits],
+        LOGITS: buffers.logits[:, : pages.num_logits],
+        ADAPTER_SCALES: buffers.adapter_scales[:, : pages.num_rows],
+        **pages.arrays(),
+    }
+    return {name: ov.Tensor(array, shared_memory=True) for name, array in arrays.items() if array.size}
+
+
 class BoundPrograms(Mapping[Variant, Program]):
     """The programs of all variants. A variant of a shared program is bound when it first runs; most variants never run."""
 
@@ -201,9 +234,16 @@ def bind(compiled: AnyProgram, shape: ModelShape, cache: KVCache, buffers: StepB
     docs/contract.md gives the shapes of the ports.
     """
     variant = buffers.variant
-    tensors = {name: ov.Tensor(array, shared_memory=True) for name, array in _step_arrays(buffers).items()}
-    for name, array in buffers.adapters.items():
-        tensors[name] = ov.Tensor(array, ov.Shape(array.shape), ELEMENT_TYPES[shape.adapter_type])
+    adapters = {
+        name: ov.Tensor(array, ov.Shape(array.shape), ELEMENT_TYPES[shape.adapter_type])
+        for name, array in buffers.adapters.items()
+    }
+    if shape.page_size:
+        for index, state in enumerate(shape.kv_states):
+            pages = cache.arena.state_view(index, variant.kv_len)
+            adapters[state.pages_name] = ov.Tensor(pages, ov.Shape(pages.shape), ELEMENT_TYPES[state.kv_type])
+        return PagedProgram(compiled, buffers, adapters)
+    tensors = {name: ov.Tensor(array, shared_memory=True) for name, array in _step_arrays(buffers).items()} | adapters
     for index, state in enumerate(shape.kv_states):
         slots = {
             state.past_name: cache.arena.state_view(index, variant.kv_len),

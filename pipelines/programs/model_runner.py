@@ -126,7 +126,7 @@ class ModelRunner:
             tokens = [*sequence.tokens, *tokens]
             self.cache.renew(sequence, length)
         ids = np.asarray(tokens, np.int64)
-        chunks = plan_chunks(self.index, self.costs, len(ids), self.cache.slots.high_slot, not len(sequence))
+        chunks = plan_chunks(self.index, self.costs, len(ids), self.cache.num_past, not len(sequence))
         start = 0
         logits = None
         for variant, count in chunks:
@@ -171,7 +171,7 @@ class ModelRunner:
         num_rows = 0
         num_logits = 0
         is_fresh = True
-        num_past = self.cache.slots.high_slot
+        num_past = self.cache.num_past
         for segment in segments:
             num_rows += len(segment.tokens)
             num_logits += segment.num_logits
@@ -215,7 +215,7 @@ class ModelRunner:
         if flight is None or self.insertable_slots < 1:
             return ()
         kv_len = flight.variant.kv_len
-        least = kv_len or self.cache.slots.high_slot
+        least = kv_len or self.cache.num_past
         seeing = [v for v in self.index.decoding if (v.kv_len == least if kv_len else v.kv_len >= least)]
         smallest = {variant.rows: variant for variant in reversed(seeing) if variant in self.inserted}
         return tuple(smallest[rows] for rows in sorted(smallest))
@@ -247,7 +247,6 @@ class ModelRunner:
         segments = step.segments
         buffers = program.buffers
         self.cache.fill(step, buffers)
-        assert variant.kv_len in (0, self.cache.arena.stride), "the arena has another stride than the program"
         start = self.clock()
         flight = None
         if between is not None and self.num_blocks > 1 and isinstance(program, Chain):
@@ -316,7 +315,7 @@ class ModelRunner:
             program.buffers.key_positions[..., variant.kv_len] = position
             program.buffers.query_positions[..., 0, 0] = position
         program.run()
-        return [present[:, :, :1].copy() for present in program.buffers.presents]
+        return self.cache.new_rows(step, program.buffers)
 
     def _checked(self, variant: Variant, segments: Sequence[Segment]) -> list[Logits]:
         """Run one variant, and return the logits ``[vocab]`` after the last token of each segment.

@@ -14,7 +14,6 @@ from staticllm.errors import ConfigError
 
 from ...kvcache.cache import KVCache
 from ...kvcache.sequence import KVSequence
-from ...kvcache.slot_allocator import SlotAllocator
 from ...kvcache.step import BufferPool, Segment, Step, StepBuffers
 from ...kvcache.stored import StoredSequence
 from ..costs.model import CostModel
@@ -98,7 +97,7 @@ class SimulatedCache(KVCache):
     def __init__(self, kv_lens: Sequence[int], num_slots: int, clock: VirtualClock, swap_seconds: float) -> None:
         super().__init__(SHAPE, kv_lens)
         self.num_slots = num_slots
-        self.slots = SlotAllocator(num_slots)
+        self.slots = self._make_slots()
         self._clock = clock
         self._swap_seconds = swap_seconds
 

@@ -76,7 +76,7 @@ class DraftModel:
     def step_seconds(self, num_sequences: int) -> float:
         """Return the expected seconds of one drafted token for each of ``num_sequences`` answers."""
         index = self._runner.index
-        past = self._runner.cache.slots.high_slot
+        past = self._runner.cache.num_past
         count = min(num_sequences, index.max_decoding(past))
         variant = index.smallest(count, count, past)
         return float("inf") if variant is None else self._runner.costs(variant) * -(-num_sequences // count)
@@ -88,7 +88,7 @@ class DraftModel:
         if missing <= 0:
             return 0.0
         index = self._runner.index
-        past = self._runner.cache.slots.high_slot
+        past = self._runner.cache.num_past
         variant = index.smallest(min(missing, max(index.widest)), 1, past)
         return 0.0 if variant is None else self._runner.costs(variant) * missing / variant.rows
 

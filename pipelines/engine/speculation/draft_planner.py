@@ -388,7 +388,7 @@ class DraftPlanner:
     def _options_for(self, call: PlainCall) -> tuple[_Extension, ...]:
         """Return the variants that hold the call with more rows, each with more than the one before."""
         index = self._runner.index
-        past = self._runner.cache.slots.high_slot
+        past = self._runner.cache.num_past
         if index is not self._index or len(self._options) > MAX_KEPT:
             self._index = index
             self._options.clear()
@@ -405,7 +405,7 @@ class DraftPlanner:
     def _step_seconds(self, call: PlainCall) -> float:
         """Return the seconds of a plain decode step of the call's decoding requests, with what is around it."""
         count = call.num_decoding
-        past = self._runner.cache.slots.high_slot
+        past = self._runner.cache.num_past
         variant = call.variant if call.is_pure else self._runner.index.smallest(count, count, past) or call.variant
         cost = self._runner.costs(variant)
         return max(cost + (self.overheads.plain or 0.0), 0.5 * cost)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -69,7 +70,13 @@ def names_of(cell):
 
 
 @pytest.mark.parametrize(
-    ("heading", "find"), [("Inputs", find_port), ("Outputs", find_port), ("Encoder programs", find_encoder_port)]
+    ("heading", "find"),
+    [
+        ("Inputs", find_port),
+        ("Outputs", find_port),
+        ("Paged programs", find_port),
+        ("Encoder programs", find_encoder_port),
+    ],
 )
 def test_a_documented_port_has_the_axes_and_the_type_of_its_definition(page, heading, find):
     for row in rows_of(page, heading):
@@ -94,7 +101,11 @@ def test_all_ports_are_documented_as_inputs_or_outputs(page):
     )  # fmt: skip
     assert sorted(inputs) == sorted(input_names(shape))
     assert sorted(outputs) == sorted([LOGITS, EMBEDDINGS, *(state.present_name for state in (*KV, STATE))])
-    assert {find_port(name) for name in inputs + outputs} == set(PORTS)
+    pages = [name for row in rows_of(page, "Paged programs") for name in row.names]
+    unpaged = {shape.masks[0].port_name, *(state.past_name for state in KV)}
+    paged = replace(shape, kv_states=(KV[0], KV[2]), page_size=32)
+    assert sorted(pages) == sorted(input_names(paged) - (input_names(shape) - unpaged))
+    assert {find_port(name) for name in inputs + outputs + pages} == set(PORTS)
 
 
 def test_all_ports_of_encoders_are_documented(page):

@@ -1,0 +1,180 @@
+"""A KV cache in pages: what a program reads by the tables of a call is what each sequence has, whatever was done before."""
+
+import numpy as np
+import pytest
+from support.quick import examples
+
+from staticllm.core import KVState, ModelShape, Variant
+from staticllm.kvcache.paged import PagedSlotAllocator, kv_cache
+from staticllm.kvcache.step import BufferPool, Segment, Step, StepBuffers
+
+PAGE = 4
+HEADS = 2
+STATES = tuple(KVState(layer, role, "v", HEADS, 3) for layer in range(2) for role in ("key", "value"))
+SHAPE = ModelShape(STATES, (), 8, 2, page_size=PAGE)
+VARIANT = Variant(64, 256, 6)
+
+
+class Paged:
+    """A cache, and a program that writes each token's number to its page and checks all that its sequence has there."""
+
+    def __init__(self, num_slots=256, variant=VARIANT):
+        self.variant = variant
+        self.cache = kv_cache(SHAPE, [num_slots], num_sequences=variant.sequences)
+        self.pool = BufferPool([variant], SHAPE)
+        self.buffers = StepBuffers(variant, self.pool)
+
+    def run(self, parts, accepted=None, to_host=False):
+        """Run ``(sequence, tokens)`` pairs in one call."""
+        segments = tuple(Segment(sequence, np.array(tokens, np.int64), to_host=to_host) for sequence, tokens in parts)
+        step = Step(self.variant, segments)
+        self.cache.fill(step, self.buffers)
+        self.play(parts)
+        return self.cache.commit(step, self.buffers, accepted)
+
+    def play(self, parts):
+        tables = self.pool.pages.arrays()
+        views = [self.cache.arena.state_view(index) for index in range(len(STATES))]
+        assert tables["max_context_len"] == max(len(sequence) + len(tokens) for sequence, tokens in parts)
+        for place, (sequence, tokens) in enumerate(parts):
+            past = tables["past_lens"][place]
+            begin, end = tables["subsequence_begins"][place : place + 2]
+            first, last = tables["block_indices_begins"][place : place + 2]
+            pages = tables["block_indices"][first:last]
+            assert (past, end - begin) == (len(sequence), len(tokens))
+            assert len(pages) == -(-(past + len(tokens)) // PAGE)
+            np.testing.assert_array_equal(self.buffers.input_ids[0, begin:end], tokens)
+            np.testing.assert_array_equal(self.buffers.position_ids[0, begin:end], np.arange(past, past + len(tokens)))
+            for view in views:
+                for position, token in enumerate(tokens, past):
+                    view[pages[position // PAGE], :, position % PAGE] = token
+                rows = view[pages].transpose(1, 0, 2, 3).reshape(HEADS, -1, 3)[:, : past + len(tokens)]
+                assert (rows == np.array([*sequence.tokens, *tokens])[None, :, None]).all()
+
+    def check(self, sequences):
+        """Check that each sequence's slots hold its tokens, and that the allocator knows how many are in use."""
+        for sequence in sequences:
+            stored = self.cache.copy_out(sequence)
+            for array in stored.kv:
+                assert (array == np.array(sequence.tokens)[None, None, :, None]).all()
+        used = {int(slot) for sequence in sequences for slot in sequence.slots}
+        assert self.cache.slots.num_used == len(used)
+        for sequence in sequences:
+            places = np.arange(len(sequence)) % PAGE
+            assert (sequence.slots % PAGE == places).all(), "a token lies in another place of its page"
+
+
+def test_tokens_fill_pages_and_a_second_sequence_has_its_own():
+    paged = Paged()
+    one, two = paged.cache.open(), paged.cache.open()
+    paged.run([(one, [1, 2, 3]), (two, [9])])
+    paged.run([(two, [8, 7, 6, 5]), (one, [4, 5])])
+    paged.check([one, two])
+    assert set(one.slots // PAGE).isdisjoint(two.slots // PAGE)
+
+
+def test_a_fork_gets_a_copy_of_a_page_only_when_both_go_on():
+    paged = Paged()
+    one = paged.cache.open()
+    paged.run([(one, range(10, 16))])
+    two = paged.cache.fork(one, 6)
+    assert paged.cache.slots.num_used == 6
+    paged.run([(one, [1])])  # fills the shared page
+    assert paged.cache.slots.num_used == 7
+    paged.run([(two, [2, 3, 4])])
+    paged.check([one, two])
+    assert paged.cache.slots.num_used == 7 + 2 + 3
+    three = paged.cache.fork(two, 5)  # inside a page
+    paged.run([(three, [6]), (two, [7])])
+    paged.check([one, two, three])
+
+
+def test_rejected_rows_are_free_again_and_failed_ones_are_zeroed():
+    paged = Paged()
+    one = paged.cache.open()
+    paged.run([(one, [1, 2, 3, 4, 5, 6])], accepted=[2])
+    paged.check([one])
+    slots = one.slots.copy()
+    paged.run([(one, [7, 8, 9])], accepted=[0])
+    paged.check([one])
+    arena = paged.cache.arena
+    memory = arena.host_memory(1)
+    arena.read(slots[-1:] + 1, memory, slice(0, 1))
+    assert all((array == 0).all() for array in memory)
+    paged.run([(one, [3])])
+    paged.check([one])
+
+
+def test_the_slots_of_a_call_that_raised_are_free_in_the_next():
+    paged = Paged()
+    one = paged.cache.open()
+    step = Step(VARIANT, (Segment(one, np.arange(5)),))
+    paged.cache.fill(step, paged.buffers)
+    assert paged.cache.slots.num_used == 5
+    paged.run([(one, [1, 2])])
+    paged.check([one])
+    assert paged.cache.slots.num_used == 2
+
+
+def test_a_prompt_can_go_to_the_host():
+    paged = Paged()
+    one = paged.cache.open()
+    (stored,) = paged.run([(one, [1, 2, 3, 4, 5])], to_host=True)
+    assert stored.tokens == (1, 2, 3, 4, 5) and not len(one) and paged.cache.slots.num_used == 0
+    two = paged.cache.bring_back(stored, 5)
+    paged.run([(two, [6])])
+    paged.check([two])
+
+
+def test_tables_grow_without_moving_when_the_sizes_are_the_same():
+    paged = Paged()
+    one = paged.cache.open()
+    paged.run([(one, [1])])
+    sizes = paged.pool.pages.sizes
+    paged.run([(one, [2])])
+    assert paged.pool.pages.sizes == sizes
+    paged.run([(one, range(40))])
+    assert paged.pool.pages.sizes != sizes
+
+
+def test_free_slots_leave_a_page_for_each_sequence_of_a_call():
+    """Whatever was done, as many sequences as a call has can each get one of the free slots."""
+    slots = PagedSlotAllocator(64, 64 // PAGE + 8, PAGE, 4)
+    assert slots.num_free == 64
+    found = [slots.extend(np.zeros(0, np.intp), 1)[1] for _ in range(12)]
+    assert slots.num_free == (64 // PAGE + 8 - 12 - 4) * PAGE == 32  # most pages have one token
+    assert slots.num_used == 12
+    for each in found:
+        slots.free(each)
+    assert slots.num_free == 64
+
+
+@pytest.mark.parametrize("seed", range(examples(12)))
+def test_random_work_keeps_every_token(seed):
+    """Calls, forks, cuts, shifts, copies and idle sequences in any order; 0 of them may lose or mix a token."""
+    rng = np.random.default_rng(seed)
+    paged = Paged(num_slots=192, variant=Variant(64, 192, 6))
+    cache = paged.cache
+    sequences = [cache.open()]
+    for _ in range(120):
+        what = rng.integers(7)
+        each = sequences[rng.integers(len(sequences))]
+        if what <= 2:
+            chosen = rng.permutation(len(sequences))[: rng.integers(1, 5)]
+            parts = [(sequences[place], rng.integers(1, 99, rng.integers(1, 9)).tolist()) for place in chosen]
+            if sum(len(tokens) for _, tokens in parts) <= cache.slots.num_free:
+                paged.run(parts, [int(rng.integers(0, len(tokens) + 1)) for _, tokens in parts])
+        elif what == 3 and len(sequences) < 6:
+            sequences.append(cache.fork(each, int(rng.integers(0, len(each) + 1))))
+        elif what == 4:
+            cache.cut(each, int(rng.integers(0, len(each) + 1)))
+        elif what == 5 and len(sequences) > 1:
+            cache.close(sequences.pop(rng.integers(len(sequences))))
+        elif what == 6 and len(each) <= cache.slots.num_free and len(sequences) < 6:
+            sequences.append(cache.bring_back(cache.copy_out(each), len(each)))
+            cache.mark_idle(each)
+            cache.mark_active(each)
+        paged.check(sequences)
+    for each in sequences:
+        cache.close(each)
+    assert cache.slots.num_used == 0 and cache.slots.num_free == 192
