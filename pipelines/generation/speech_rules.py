@@ -28,19 +28,16 @@ class TimestampParams:
 
 @dataclass(frozen=True)
 class SpeechRules:
-    """The rules for the text of one window.
-
-    Attributes:
-        begin_suppress_tokens: Tokens that are not chosen first.
-        suppress_tokens: Tokens that are never chosen.
-        allowed_tokens: Tokens of which one is chosen; empty for no such limit.
-        timestamps: How timestamps are written; None for text without any.
-    """
+    """The rules for the text of one window."""
 
     begin_suppress_tokens: tuple[int, ...] = ()
+    """Tokens that are not chosen first."""
     suppress_tokens: tuple[int, ...] = ()
+    """Tokens that are never chosen."""
     allowed_tokens: tuple[int, ...] = ()
+    """Tokens of which one is chosen; empty for no such limit."""
     timestamps: TimestampParams | None = None
+    """How timestamps are written; None for text without any."""
 
     def processors(self, vocab_size: int) -> list[LogitsProcessor]:
         """Return new processors for one answer, in the order of GenAI."""

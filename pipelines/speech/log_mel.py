@@ -35,21 +35,20 @@ DECADES = 8.0
 
 @dataclass(frozen=True)
 class MelConfig:
-    """How features are computed, with the names of ``preprocessor_config.json``; the defaults are those of Whisper tiny.
-
-    Attributes:
-        feature_size: Mel bands per frame: 80, or 128 since Whisper large v3.
-        sampling_rate: Samples per second, Hz.
-        hop_length: Samples from one frame to the next.
-        n_fft: Samples of a frame.
-        chunk_length: Seconds of a window of the encoder.
+    """How features are computed, with the names of ``preprocessor_config.json``; the defaults are those of Whisper
+    tiny.
     """
 
     feature_size: int = 80
+    """Mel bands per frame: 80, or 128 since Whisper large v3."""
     sampling_rate: int = 16000
+    """Samples per second, Hz."""
     hop_length: int = 160
+    """Samples from one frame to the next."""
     n_fft: int = 400
+    """Samples of a frame."""
     chunk_length: int = 30
+    """Seconds of a window of the encoder."""
 
     @property
     def window_samples(self) -> int:

@@ -15,21 +15,18 @@ MAX_SOURCE_POSITIONS = 1500
 
 @dataclass(frozen=True)
 class WindowTimes:
-    """How timestamp tokens count in a window.
-
-    Attributes:
-        begin: The token of 0.00 s.
-        eos: The end of a text; all tokens from this one on are special.
-        seconds_per_token: Seconds from one timestamp to the next: 0.02.
-        frames_per_token: Frames of features from one timestamp to the next: 2.
-        window_frames: Frames of a window: 3000.
-    """
+    """How timestamp tokens count in a window."""
 
     begin: int
+    """The token of 0.00 s."""
     eos: int
+    """The end of a text; all tokens from this one on are special."""
     seconds_per_token: float = 0.02
+    """Seconds from one timestamp to the next: 0.02."""
     frames_per_token: int = 2
+    """Frames of features from one timestamp to the next: 2."""
     window_frames: int = 3000
+    """Frames of a window: 3000."""
 
     @classmethod
     def of(cls, tokens: WhisperTokens, mel: MelConfig, max_source_positions: int = MAX_SOURCE_POSITIONS) -> WindowTimes:
@@ -50,19 +47,16 @@ class SpeechSegment:
 
 @dataclass(frozen=True)
 class WindowSegments:
-    """What the tokens of a window mean.
-
-    Attributes:
-        segments: Complete segments, or a single one without an end; none of text without timestamps.
-        advance: Frames from the beginning of this window to that of the next, at least 1.
-        text: The tokens of the text: those of the segments.
-        ranges: For each segment, the first token of its text among those of the window, and the one after the last.
-    """
+    """What the tokens of a window mean."""
 
     segments: tuple[SpeechSegment, ...] = ()
+    """Complete segments, or a single one without an end; none of text without timestamps."""
     advance: int = 3000
+    """Frames from the beginning of this window to that of the next, at least 1."""
     text: tuple[int, ...] = ()
+    """The tokens of the text: those of the segments."""
     ranges: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+    """For each segment, the first token of its text among those of the window, and the one after the last."""
 
 
 def segments_of(

@@ -51,21 +51,18 @@ class Detector(Protocol):
 
 @dataclass(frozen=True)
 class VoiceParams:
-    """What counts as speech, with the meanings of silero-vad's ``get_speech_timestamps``. Times are seconds.
-
-    Attributes:
-        threshold: The probability with which speech begins.
-        end_threshold: The probability below which it ends.
-        min_speech: Shorter speech is dropped.
-        min_silence: Shorter silence does not end speech.
-        padding: What is kept before and after speech.
-    """
+    """What counts as speech, with the meanings of silero-vad's ``get_speech_timestamps``. Times are seconds."""
 
     threshold: float = 0.5
+    """The probability with which speech begins."""
     end_threshold: float = 0.35
+    """The probability below which it ends."""
     min_speech: float = 0.25
+    """Shorter speech is dropped."""
     min_silence: float = 0.5
+    """Shorter silence does not end speech."""
     padding: float = 0.2
+    """What is kept before and after speech."""
 
 
 @dataclass(frozen=True)

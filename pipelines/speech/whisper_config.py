@@ -171,37 +171,34 @@ class FallBackParams:
 
 @dataclass(frozen=True)
 class WhisperOptions:
-    """The checked options of one transcription.
-
-    Attributes:
-        generation: The options that text generation has too.
-        tokens: The model's special tokens.
-        language: The code of the language that was asked for (``en``); None to detect it.
-        task: What is written: the speech's own language, or English.
-        return_timestamps: Whether results have chunks.
-        word_timestamps: Whether results have words.
-        alignment_heads: Layer and head of the cross-attention from which words get their times.
-        initial_prompt: Text before the first window; None without.
-        hotwords: Text before every window; None without.
-        suppress_tokens: Tokens that are never chosen.
-        begin_suppress_tokens: Tokens that are not chosen first.
-        max_initial_timestamp_index: The latest timestamp that a window can begin with, in steps of 0.02 s.
-        fall_back: When a window is decoded again.
-    """
+    """The checked options of one transcription."""
 
     generation: GenerationOptions
+    """The options that text generation has too."""
     tokens: WhisperTokens
+    """The model's special tokens."""
     language: str | None = read_by(_optional_text, None)
+    """The code of the language that was asked for (``en``); None to detect it."""
     task: Task = read_by(_optional_text, "transcribe")
+    """What is written: the speech's own language, or English."""
     return_timestamps: bool = read_by(_flag, False)
+    """Whether results have chunks."""
     word_timestamps: bool = read_by(_flag, False)
+    """Whether results have words."""
     alignment_heads: tuple[tuple[int, int], ...] = read_by(_heads, ())
+    """Layer and head of the cross-attention from which words get their times."""
     initial_prompt: str | None = read_by(_optional_text, None)
+    """Text before the first window; None without."""
     hotwords: str | None = read_by(_optional_text, None)
+    """Text before every window; None without."""
     suppress_tokens: tuple[int, ...] = read_by(_tokens, ())
+    """Tokens that are never chosen."""
     begin_suppress_tokens: tuple[int, ...] = read_by(_tokens, ())
+    """Tokens that are not chosen first."""
     max_initial_timestamp_index: int = read_by(_index, 50)
+    """The latest timestamp that a window can begin with, in steps of 0.02 s."""
     fall_back: FallBackParams = FallBackParams()
+    """When a window is decoded again."""
 
     def check_ids(self, vocab_size: int) -> None:
         """Raise ``GenerationConfigError`` if a token of the prompts is outside the vocabulary of the model."""
@@ -236,22 +233,20 @@ class WhisperGenerationConfig(genai.WhisperGenerationConfig):  # type: ignore[mi
         json_path: A ``generation_config.json``, whose values are the defaults.
         values: Fields. Unlike GenAI's class, this one refuses unknown names and impossible values.
 
-    Attributes:
-        temperatures: The temperatures at which a window is decoded, until its text passes the thresholds; ``()`` for
-            ``temperature`` alone. 0 is greedy decoding, or a beam search.
-        compression_ratio_threshold: The largest ratio to which zlib compresses good tokens; more means repetitions.
-        logprob_threshold: The least mean log-probability of the tokens of good text.
-        no_speech_threshold: The probability of no speech from which bad text is taken for silence.
-
     Raises:
         ModelError: the file cannot be read.
         GenerationConfigError: a field of the file, or one of ``values``, is unknown or has an impossible value.
     """
 
     temperatures: tuple[float, ...]
+    """The temperatures at which a window is decoded, until its text passes the thresholds; ``()`` for ``temperature``
+    alone. 0 is greedy decoding, or a beam search."""
     compression_ratio_threshold: float | None
+    """The largest ratio to which zlib compresses good tokens; more means repetitions."""
     logprob_threshold: float | None
+    """The least mean log-probability of the tokens of good text."""
     no_speech_threshold: float | None
+    """The probability of no speech from which bad text is taken for silence."""
 
     def __init__(self, json_path: str | os.PathLike[str] | None = None, **values: object) -> None:
         if json_path is None:

@@ -27,32 +27,28 @@ ZERO_SEED = 2**63
 
 @dataclass(frozen=True)
 class Option:
-    """One row: a number from ``least`` to ``most``.
-
-    Attributes:
-        default: The value of a request that does not say it; of this type (int or float) every value is.
-        least, most: The bounds.
-        excluded: The edge that a request that draws tokens may not have.
-        draws: Whether it has an effect only with ``do_sample=True``.
-        part_of: The option that it adjusts; by itself it does nothing.
-        has_beams: Whether beam search has it.
-        apis: The HTTP APIs that have it as a field.
-        names: The names of that field where it is not the option's own.
-        http: The bounds over HTTP where they are not ``least`` and ``most``.
-        meaning: What it does, as a sentence of the documentation; "" for an option of GenAI, which documents it.
-    """
+    """One row: a number from ``least`` to ``most``."""
 
     default: float
+    """The value of a request that does not say it; of this type (int or float) every value is."""
     least: float
     most: float
     excluded: Edge = ""
+    """The edge that a request that draws tokens may not have."""
     draws: bool = False
+    """Whether it has an effect only with ``do_sample=True``."""
     part_of: str = ""
+    """The option that it adjusts; by itself it does nothing."""
     has_beams: bool = False
+    """Whether beam search has it."""
     apis: tuple[Api, ...] = ("openai",)
+    """The HTTP APIs that have it as a field."""
     names: Mapping[Api, tuple[str, ...]] = field(default_factory=dict)
+    """The names of that field where it is not the option's own."""
     http: tuple[float, float] | None = None
+    """The bounds over HTTP where they are not ``least`` and ``most``."""
     meaning: str = ""
+    """What it does, as a sentence of the documentation; "" for an option of GenAI, which documents it."""
 
     @property
     def is_whole(self) -> bool:
