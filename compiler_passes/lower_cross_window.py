@@ -28,11 +28,12 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class LoweredForOneWindow(Generic[S]):
-    """A model of fixed sizes of which a call has one window; ``stage`` is named in errors."""
+    """A model of fixed sizes of which a call has one window."""
 
     model: ov.Model
     shape: S
     stage: str
+    """Named in errors."""
     reports: tuple[PassReport, ...] = ()
 
     def specialise(self, variant: CrossWindowVariant, is_static: bool = True) -> ov.Model:

@@ -28,17 +28,15 @@ from .pass_pipeline import EncoderOptions, PassPipeline, PassReport
 
 @dataclass(frozen=True)
 class LoweredEncoder:
-    """An encoder after its passes, with any batch, rows and texts. ``specialise`` and ``share`` set its sizes.
-
-    ``reasons``: why texts cannot share a sequence; empty if they can. ``continued``: its form with ports for earlier rows, if it
-    has one, for the variants that continue a text.
-    """
+    """An encoder after its passes, with any batch, rows and texts. ``specialise`` and ``share`` set its sizes."""
 
     model: ov.Model
     shape: EncoderShape
     reports: tuple[PassReport, ...]
     reasons: tuple[str, ...] = ()
+    """Why texts cannot share a sequence; empty if they can."""
     continued: ov.Model | None = None
+    """Its form with ports for earlier rows, if it has one, for the variants that continue a text."""
 
     def specialise(self, variant: EncoderVariant, is_static: bool = True) -> ov.Model:
         """Return the model of one variant's program. ``is_static``: check that every shape in it is static.

@@ -21,11 +21,13 @@ KindName = Literal["decoder", "encoder", "decoder embedder"]
 
 @dataclass(frozen=True)
 class ModelKind:
-    """One kind of model. ``what`` names it with what its graph has; ``remedy`` says what can be done with it."""
+    """One kind of model."""
 
     name: KindName
     what: str
+    """Names it with what its graph has."""
     remedy: str
+    """What can be done with it."""
 
 
 DECODER = ModelKind(

@@ -116,13 +116,11 @@ class BlobError(StaticLLMError):
 
 
 class BusyError(StaticLLMError):
-    """Too many requests or texts wait already. The call had no effect: try again, or load with a larger limit.
-
-    ``retry_after`` is the predicted number of seconds after which a call like this one would succeed; infinite if it never
-    would, and None if nothing is predicted.
-    """
+    """Too many requests or texts wait already. The call had no effect: try again, or load with a larger limit."""
 
     retry_after: float | None
+    """The predicted seconds after which a call like this one would succeed; infinite if it never would, None if nothing is
+    predicted."""
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)

@@ -13,11 +13,12 @@ from staticllm.metrics import PerfMetrics, SpeculativePerfMetrics
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A function that the model wants to be called. ``arguments`` is the text of a JSON object, as the model wrote it."""
+    """A function that the model wants to be called."""
 
     id: str
     name: str
     arguments: str
+    """The text of a JSON object, as the model wrote it."""
 
     @property
     def parsed_arguments(self) -> dict[str, object]:

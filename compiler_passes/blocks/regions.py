@@ -34,16 +34,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Region:
-    """The nodes between two cuts. ``outputs``: what it hands on, then its states.
-
-    ``signature`` is equal for two regions that compute the same from their ``entries``, whose order is the same then.
-    """
+    """The nodes between two cuts."""
 
     begin: int
     end: int
     signature: int
+    """Equal for two regions that compute the same from their ``entries``, whose order is the same then."""
     entries: tuple[Entry, ...]
     outputs: tuple[ov.Output, ...]
+    """What it hands on, then its states."""
     states: tuple[ov.Node, ...]
     is_last: bool
 

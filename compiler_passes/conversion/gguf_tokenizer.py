@@ -116,12 +116,13 @@ _WHOLE = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "
 
 @dataclass(frozen=True)
 class GGUFSpecialTokens:
-    """The ids of the tokens that begin and end texts; None without one. ``ends``: all that end a turn."""
+    """The ids of the tokens that begin and end texts; None without one."""
 
     bos: int | None
     eos: int | None
     pad: int | None
     ends: tuple[int, ...]
+    """All that end a turn."""
 
 
 @dataclass(frozen=True)

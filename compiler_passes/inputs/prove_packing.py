@@ -37,16 +37,15 @@ Vectors = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Layouts:
-    """The lengths of texts, by sequence, for sequences of ``rows`` rows.
-
-    ``shared``: several texts per sequence, with idle rows at the end and without. ``apart``: one text in each. ``branches``: the
-    lengths of texts in one sequence, and how many of its first rows each one shares with the text before it.
-    """
+    """The lengths of texts, by sequence, for sequences of ``rows`` rows."""
 
     rows: int
     shared: tuple[tuple[int, ...], ...]
+    """Several texts per sequence, with idle rows at the end and without."""
     apart: tuple[tuple[int, ...], ...]
+    """One text in each."""
     branches: tuple[tuple[int, int], ...]
+    """The lengths of texts in one sequence, and how many of its first rows each one shares with the text before it."""
 
     @classmethod
     def of(cls, rows: int) -> Layouts:

@@ -28,11 +28,12 @@ _NUMBERED = re.compile(r"^functions\.(?=.)|:\d+$")
 
 @dataclass(frozen=True)
 class LearntParameters:
-    """What stands before and after the name of a parameter, and after its value. ``after_name_of_other``: if it is no string."""
+    """What stands before and after the name of a parameter, and after its value."""
 
     before_name: str
     after_name: str
     after_name_of_other: str
+    """The same for a value that is no string."""
     after_value: str
 
 

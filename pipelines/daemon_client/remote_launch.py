@@ -43,10 +43,7 @@ class RemoteSpeech:
 
 @dataclass(frozen=True)
 class RemoteLaunched:
-    """A model that the daemon serves on ``device``; the counterpart of ``Launched``.
-
-    ``features_shape``: bands and columns of a window, of a speech model.
-    """
+    """A model that the daemon serves on ``device``; the counterpart of ``Launched``."""
 
     engine: RemoteEngine
     config: StaticLLMConfig
@@ -55,6 +52,7 @@ class RemoteLaunched:
     kv_type: str
     has_mapped_weights: bool
     features_shape: tuple[int, int] = (0, 0)
+    """Bands and columns of a window, of a speech model."""
     background: None = None
 
     def close(self, drain: bool = False) -> None:

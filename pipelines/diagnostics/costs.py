@@ -18,17 +18,17 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class CostComparison:
-    """The cost of one variant: what plans assume, and the median of timed calls, both in ms.
-
-    ``is_estimate``: the variant itself was never timed before; its cost follows from others.
-    """
+    """The cost of one variant."""
 
     variant: str
     rows: int
     kv_len: int
     planned_ms: float
+    """What plans assume."""
     timed_ms: float
+    """The median of timed calls."""
     is_estimate: bool
+    """Whether the variant itself was never timed before; its cost follows from others."""
 
     @property
     def error(self) -> float:

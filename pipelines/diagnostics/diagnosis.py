@@ -74,12 +74,12 @@ class Jobs(dict[str, LoadJob[Any]]):
 class Diagnosis(Generic[K]):
     """The questions about one kind of model. A job names the model, the device and the choices.
 
-    ``kind``: the class of its ``ProgramKind``; None for a model in parts, which answers for the whole only. All methods raise
-    what lowering, loading or running the model does: ``ModelError``, ``UnsupportedModelError``, ``DeviceError`` or
-    ``ConfigError``.
+    All methods raise what lowering, loading or running the model does: ``ModelError``, ``UnsupportedModelError``,
+    ``DeviceError`` or ``ConfigError``.
     """
 
     kind: type[K]
+    """The class of its ``ProgramKind``; None for a model in parts, which answers for the whole only."""
 
     takes_adapters: ClassVar[bool] = False
     needs_tokenizer: ClassVar[bool] = True

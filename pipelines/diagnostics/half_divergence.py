@@ -29,18 +29,17 @@ WHOLE_NORMS, NORMS_IN_STEPS = "f16", "f16, norms in steps"
 
 @dataclass(frozen=True)
 class HalfDivergence:
-    """The divergence of programs in f16.
-
-    ``how`` says where they ran. ``decides``: whether the model fails if they diverge; else they only inform. ``not_finite`` is
-    the number of tokens after which a logit was infinite or no number; the divergence is of the others. ``extremes``: what was
-    computed, if it was emulated.
-    """
+    """The divergence of programs in f16."""
 
     divergence: Divergence
     how: str
+    """Where they ran."""
     not_finite: int
+    """The number of tokens after which a logit was infinite or no number; the divergence is of the others."""
     extremes: Extremes | None
+    """What was computed, if it was emulated."""
     decides: bool = True
+    """Whether the model fails if they diverge; else they only inform."""
 
     @property
     def is_good(self) -> bool:

@@ -34,14 +34,15 @@ _LONGEST_NORM = 8
 class Extremes:
     """The largest finite number that a program has computed before it was rounded to f16, and where.
 
-    Masks and masked scores are left out: they are far below zero on purpose. ``overflows`` counts the numbers that f16 cannot
-    hold, or that such numbers have led to; ``first`` is the node that computed the first of them.
+    Masks and masked scores are left out: they are far below zero on purpose.
     """
 
     largest: float = 0.0
     where: str = ""
     overflows: int = 0
+    """The number of numbers that f16 cannot hold, or that such numbers have led to."""
     first: str = ""
+    """The node that computed the first of them."""
 
     def reset(self) -> None:
         self.__init__()  # type: ignore[misc]
@@ -169,9 +170,10 @@ def _is_of_sum(node: ov.Node, producer: ov.Node) -> bool:
 
 @dataclass(frozen=True)
 class RoundedModel(LoweredModel):
-    """A lowered model whose programs are computed in f16 by rounding. ``extremes``: what they have computed."""
+    """A lowered model whose programs are computed in f16 by rounding."""
 
     extremes: Extremes = field(default_factory=Extremes)
+    """What they have computed."""
     has_whole_norms: bool = True
 
     @classmethod

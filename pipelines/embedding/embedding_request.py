@@ -102,18 +102,16 @@ class RequestFuture(InterruptibleFuture[Vectors]):
 
 @dataclass(eq=False)
 class EmbeddingRequest:
-    """The texts of one call of a user. ``future`` gets their vectors ``[n, width]``, or the error of the first that failed.
-
-    ``deadline`` is a moment of ``time.perf_counter`` after which texts are not run any more. ``news`` gets an entry whenever
-    ``num_done`` texts have become more, and at the end. ``device_seconds`` is its part of the calls that ended.
-    """
+    """The texts of one call of a user."""
 
     texts: Sequence[TokenizedText]
     width: int
     priority: int = 0
     deadline: float | None = None
+    """A moment of ``time.perf_counter`` after which texts are not run any more."""
     arrival: float = field(default_factory=time.perf_counter)
     future: RequestFuture = field(default_factory=RequestFuture)
+    """Gets the vectors ``[n, width]``, or the error of the first text that failed."""
     id: int = field(default_factory=lambda: next(_numbers))
 
     def __post_init__(self) -> None:

@@ -97,12 +97,13 @@ def encoder_config(device: str, properties: Mapping[str, object], names: Sequenc
 
 @dataclass(frozen=True)
 class LoadedEncoder:
-    """An encoder that is ready to run, its tokenizer, and the settings in its files. ``max_length`` is in tokens."""
+    """An encoder that is ready to run, its tokenizer, and the settings in its files."""
 
     runner: EncoderRunner
     tokenizer: genai.Tokenizer
     files: EncoderFiles
     max_length: int
+    """In tokens."""
     vocab_size: int | None
     origin: Origin = "compiled"
 

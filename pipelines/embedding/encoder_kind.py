@@ -110,22 +110,22 @@ EncoderPrograms: TypeAlias = CompiledPrograms[EncoderVariant, EncoderShape]
 
 @dataclass(frozen=True)
 class EncoderChoices:
-    """What the user chose; None for what the model's files say. ``names``: what else the caller's constructor takes.
-
-    ``max_length`` is in tokens, ``sizes`` are the batches and rows of the programs, ``properties`` are OpenVINO's and those in
-    ``OPTIONS``, by their names in capitals. ``score_tokens`` are the
-    tokens whose logits a causal language model returns, in place of hidden states. ``output``: what the caller can use; None for
-    either.
-    """
+    """What the user chose; None for what the model's files say."""
 
     pooling: Pooling | None = None
     is_normalised: bool = True
     max_length: int | None = None
+    """In tokens."""
     sizes: Sequence[tuple[int, int]] | None = None
+    """The batches and rows of the programs."""
     properties: Mapping[str, object] | None = None
+    """OpenVINO's and those in ``OPTIONS``, by their names in capitals."""
     score_tokens: tuple[int, ...] = ()
+    """The tokens whose logits a causal language model returns, in place of hidden states."""
     output: Literal["embeddings", "scores"] | None = None
+    """What the caller can use; None for either."""
     names: Sequence[str] = ()
+    """What else the caller's constructor takes."""
 
 
 @dataclass(frozen=True)
@@ -138,15 +138,14 @@ class EncoderSetChoices:
 
 @dataclass(frozen=True)
 class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
-    """The kind of an encoder, with everything that the user and the model's files choose.
-
-    ``max_length``: the tokens of a text that are asked for; the graph may allow fewer. ``pad_id`` fills idle rows.
-    """
+    """The kind of an encoder, with everything that the user and the model's files choose."""
 
     chosen: EncoderChoices
     files: EncoderFiles
     max_length: int
+    """The tokens of a text that are asked for; the graph may allow fewer."""
     pad_id: int = 0
+    """Fills idle rows."""
 
     name = "encoder"
     variant = EncoderVariant

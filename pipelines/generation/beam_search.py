@@ -84,16 +84,14 @@ class BeamRules:
 
 @dataclass(frozen=True)
 class BeamParams:
-    """The parameters of one search, with the names and meanings of ``openvino_genai.GenerationConfig``.
-
-    ``no_repeat_ngram_size`` is None if n-grams may repeat.
-    """
+    """The parameters of one search, with the names and meanings of ``openvino_genai.GenerationConfig``."""
 
     num_beams: int
     num_beam_groups: int = 1
     diversity_penalty: float = 0.0
     length_penalty: float = 1.0
     no_repeat_ngram_size: int | None = None
+    """None if n-grams may repeat."""
     stop_criteria: StopCriteria = "heuristic"
 
     @property
@@ -103,14 +101,13 @@ class BeamParams:
 
 @dataclass(frozen=True)
 class BeamLimits:
-    """Where answers end.
-
-    ``max_new_tokens`` is None without a limit. None of ``stop_token_ids`` is among the first ``min_new_tokens`` tokens.
-    """
+    """Where answers end."""
 
     max_new_tokens: int | None
+    """None without a limit."""
     stop_token_ids: Collection[int] = frozenset()
     min_new_tokens: int = 0
+    """As many first tokens have none of ``stop_token_ids`` among them."""
 
 
 @dataclass(frozen=True)
@@ -136,11 +133,13 @@ class Hypothesis:
 
 @dataclass(frozen=True)
 class _Beam:
-    """An answer in progress. ``logprobs`` are those of its tokens, less diversity penalties, and ``total`` is their sum."""
+    """An answer in progress."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    """The log-probabilities of its tokens, less diversity penalties."""
     total: float = 0.0
+    """The sum of ``logprobs``."""
 
     def followed_by(self, token: int, logprob: float) -> _Beam:
         return _Beam((*self.tokens, token), (*self.logprobs, logprob), self.total + logprob)
@@ -148,9 +147,10 @@ class _Beam:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A beam with one more token; ``parent`` is the index of the beam that it continues."""
+    """A beam with one more token."""
 
     parent: int
+    """The index of the beam that it continues."""
     beam: _Beam
 
     @property

@@ -41,13 +41,13 @@ class DraftParams:
 class Draft:
     """Tokens that may follow; empty if nothing is proposed.
 
-    Drafts of one ``kind`` are expected to be accepted equally often, which the engine measures. ``is_certain``: no other tokens
-    can follow, for example because a grammar forces these.
+    Drafts of one ``kind`` are expected to be accepted equally often, which the engine measures.
     """
 
     tokens: tuple[int, ...] = ()
     kind: str = ""
     is_certain: bool = False
+    """Whether no other tokens can follow, for example because a grammar forces these."""
 
 
 NO_DRAFT = Draft()

@@ -43,11 +43,12 @@ MAX_TOKENIZER_CONFIG = 1 << 24
 
 @dataclass(frozen=True)
 class Candidate:
-    """A device and its config, because devices know different properties. ``explicit``: fields that the user gave."""
+    """A device and its config, because devices know different properties."""
 
     device: str
     config: StaticLLMConfig
     explicit: frozenset[str]
+    """Fields that the user gave."""
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,11 @@ MEASURE_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class DraftOrigin:
-    """A draft model that a pipeline shall load. ``device`` is "" for the pipeline's own."""
+    """A draft model that a pipeline shall load."""
 
     models_path: Path
     device: str = ""
+    """"" for the pipeline's own."""
     properties: Mapping[str, Any] = field(default_factory=dict)
 
 

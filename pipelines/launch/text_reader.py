@@ -34,15 +34,13 @@ READING = ProgressEvent("warm-up", 1, 1, 0.0)
 
 @dataclass(frozen=True)
 class TextFiles:
-    """A model's tokenizer, and the generation options that its calls start from.
-
-    ``file_options`` are those that the model's own file sets, None without one.
-    """
+    """A model's tokenizer, and the generation options that its calls start from."""
 
     tokenizer: genai.Tokenizer
     tools: TokenizerTools
     generation_config: genai.GenerationConfig
     file_options: FileOptions | None = None
+    """The options that the model's own file sets, None without one."""
 
 
 class TextReader:

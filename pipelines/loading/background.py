@@ -128,10 +128,11 @@ class DeferredPrograms(Generic[V, S]):
 
     One thread calls ``choose``, then ``compile`` for each of ``variants``, both in blocks of ``released``, then ``store`` with
     all programs of the model. It calls ``release`` at the end, also after an error. The cache entry that will be written is
-    locked until then. ``waits_for_rest``: whether that begins when the engine rests, or has several requests.
+    locked until then.
     """
 
     waits_for_rest: ClassVar[bool] = False
+    """Whether that begins when the engine rests, or has several requests."""
 
     def __init__(
         self,

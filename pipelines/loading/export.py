@@ -56,27 +56,24 @@ _REASON = "they do not compute what their programs compute"
 
 @dataclass(frozen=True)
 class ExportedPrograms(Generic[V, S]):
-    """Compiled programs and their blobs.
-
-    ``files``: variant → name of its blob. ``blobs``: name → contents; None if a blob does not compute what its program computes.
-    """
+    """Compiled programs and their blobs."""
 
     programs: CompiledPrograms[V, S]
     files: Mapping[V, str]
+    """Variant → name of its blob."""
     blobs: Mapping[str, Blob] | None
+    """Name → contents; None if a blob does not compute what its program computes."""
     is_weightless: bool
 
 
 @dataclass(frozen=True)
 class SetPlace(Generic[V, S, R]):
-    """The folder to which a job's programs are written as a blob set.
-
-    ``known``: the job's fingerprint; it is computed when it is needed if it is None.
-    """
+    """The folder to which a job's programs are written as a blob set."""
 
     job: Job[V, S, R]
     folder: Path
     known: Fingerprint | None = None
+    """The job's fingerprint; it is computed when it is needed if it is None."""
 
     @cached_property
     def fingerprint(self) -> Fingerprint:

@@ -36,14 +36,14 @@ ARRIVE, FINISH, BEGIN = range(3)
 
 @dataclass(frozen=True)
 class Link:
-    """The transfer of a request's KV slots from the prefilling to the decoding device; each transfer has the full bandwidth.
-
-    ``latency`` is in seconds, ``slot_bytes`` in bytes per KV slot, ``bandwidth`` in bytes per second.
-    """
+    """The transfer of a request's KV slots from the prefilling to the decoding device; each transfer has the full bandwidth."""
 
     latency: float = 0.0
+    """In seconds."""
     slot_bytes: float = 0.0
+    """In bytes per KV slot."""
     bandwidth: float = float("inf")
+    """In bytes per second."""
 
     def __call__(self, num_slots: int) -> float:
         """Return the seconds that the transfer of ``num_slots`` KV slots takes."""

@@ -121,23 +121,22 @@ def _time(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Recording:
-    """A file that was read: its samples ``[n]`` at 16 kHz, the mean of its channels, float32, with silence where it has gaps.
-
-    ``start``: when the first one is heard by the times of the file, seconds. In a film, sound may begin after the picture; where
-    the sound begins with what an encoder needs in advance, it is less than 0.
-    """
+    """A file that was read: its samples ``[n]`` at 16 kHz, the mean of its channels, float32, with silence where it has gaps."""
 
     samples: Samples
     start: float = 0.0
+    """When the first one is heard by the times of the file, seconds. In a film, sound may begin after the picture; where the
+    sound begins with what an encoder needs in advance, it is less than 0."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """The next samples ``[n]`` of a file, ``silence`` seconds after those before. ``start`` is that of ``Recording``."""
+    """The next samples ``[n]`` of a file, ``silence`` seconds after those before."""
 
     samples: Samples = field(default_factory=lambda: np.zeros(0, np.float32))
     silence: float = 0.0
     start: float = 0.0
+    """As in ``Recording``."""
 
 
 def read_audio(file: AudioFile, max_seconds: float = MAX_SECONDS) -> Samples:

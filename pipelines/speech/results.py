@@ -16,10 +16,11 @@ NO_END = -1.0
 
 @dataclass(frozen=True)
 class WhisperDecodedResultChunk(LikeGenAI):
-    """A segment of the text, and when it was spoken, seconds; ``end_ts`` is -1 if its end is not known."""
+    """A segment of the text, and when it was spoken, seconds."""
 
     start_ts: float
     end_ts: float
+    """-1 if its end is not known."""
     text: str
 
 

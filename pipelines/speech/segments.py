@@ -38,10 +38,11 @@ class WindowTimes:
 
 @dataclass(frozen=True)
 class SpeechSegment:
-    """A piece of text: seconds of the recording, and its tokens without special ones. ``end`` is None if it has no timestamp."""
+    """A piece of text: seconds of the recording, and its tokens without special ones."""
 
     start: float
     end: float | None
+    """None if it has no timestamp."""
     tokens: tuple[int, ...]
 
 

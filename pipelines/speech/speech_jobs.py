@@ -37,12 +37,13 @@ Heads: TypeAlias = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class SpeechJobs:
-    """The jobs of one device, but the decoder's, which is launched: ``decoder`` is its candidate. ``alignment``: if words are
-    wanted."""
+    """The jobs of one device, but the decoder's, which is launched."""
 
     encoder: LoadJob[Any]
     decoder: Candidate
+    """The candidate of the decoder."""
     alignment: LoadJob[Any] | None
+    """None if no words are wanted."""
 
 
 def speech_jobs(

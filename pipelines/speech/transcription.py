@@ -95,8 +95,7 @@ class ParallelWindows:
 class _Run:
     """One transcription, or a part of it: what was asked for, who follows it, the text before windows, and what was found.
 
-    It begins at frame ``start`` of the recording, and ends before frame ``end``, after ``seconds``. ``is_first``: whether it has
-    the first window of the recording.
+    It begins at frame ``start`` of the recording, and ends before frame ``end``, after ``seconds``.
     """
 
     options: WhisperOptions
@@ -110,6 +109,7 @@ class _Run:
     found: Transcript
     stops: StopStrings
     is_first: bool = True
+    """Whether it has the first window of the recording."""
 
     def is_certain(self, no_speech: float | None) -> bool:
         """Return whether the text of a window is kept whatever it is, so that its tokens can be told as they are chosen."""

@@ -155,10 +155,11 @@ class WhisperTokens:
 class FallBackParams:
     """When a window is decoded again at the next temperature, with the names of transformers and openai-whisper.
 
-    ``temperatures`` are tried in order; a single one means that nothing is decoded twice. A threshold of None has no effect.
+    A threshold of None has no effect.
     """
 
     temperatures: tuple[float, ...] = read_by(_temperatures, (0.0,))
+    """Tried in order; a single one means that nothing is decoded twice."""
     compression_ratio_threshold: float | None = read_by(_threshold(0.0, 1e6), None)
     logprob_threshold: float | None = read_by(_threshold(-1e6, 0.0), None)
     no_speech_threshold: float | None = read_by(_threshold(0.0, 1.0), None)

@@ -24,13 +24,14 @@ MAX_ALPHA = 1e6
 class AdapterSet:
     """The adapters of a pipeline, each once, and the alphas of requests that name no adapters.
 
-    With ``is_fused`` they are folded into the weights with these alphas. ``origin``: the object that the user gave.
+    With ``is_fused`` they are folded into the weights with these alphas.
     """
 
     adapters: tuple[LoraAdapter, ...]
     alphas: tuple[float, ...]
     is_fused: bool = False
     origin: object = None
+    """The object that the user gave."""
 
     @classmethod
     def of(

@@ -22,11 +22,12 @@ AS_PROMPT = "if it is a prompt, pipe it into the command, or give it after -m MO
 
 @dataclass(frozen=True)
 class ModelAndPrompt:
-    """The arguments of ``staticllm run``; None for what was not given. ``hint`` is for a model that is not there."""
+    """The arguments of ``staticllm run``; None for what was not given."""
 
     model: str | None
     prompt: str | None
     hint: str = ""
+    """For a model that is not there."""
 
 
 def model_and_prompt(

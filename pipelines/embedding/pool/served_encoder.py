@@ -31,13 +31,12 @@ from .pool_plan import PoolOptions, choices_by_device, needs_pool
 class ServingOptions:
     """How an encoder is served, whatever the model.
 
-    ``engine``: the engine of another pipeline on the same device; None for a device of its own.
-
     Raises:
         ConfigError: an option is impossible.
     """
 
     engine: JobHost | None
+    """The engine of another pipeline on the same device; None for a device of its own."""
     overflow: Overflow
     max_waiting: int
     on_progress: OnProgress | None

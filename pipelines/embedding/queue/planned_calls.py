@@ -42,11 +42,11 @@ class EncoderCall:
 class CallPlan:
     """The next calls of one priority.
 
-    ``alone``: texts that have begun, or whose vectors were not finite beside others; they run first, each in calls of its own.
     ``variants``: those that the other ``calls`` were planned with. A plan that ``is_stale`` is made again, with later texts.
     """
 
     alone: deque[EncoderCall] = field(default_factory=deque)
+    """Texts that have begun, or whose vectors were not finite beside others; they run first, each in calls of its own."""
     calls: deque[EncoderCall] = field(default_factory=deque)
     variants: Sequence[EncoderVariant] = ()
     is_stale: bool = False

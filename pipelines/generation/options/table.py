@@ -95,14 +95,14 @@ def _row(default: float, least: float, most: float, **rest: Any) -> Any:
 class Reading:
     """How a field of checked options is read: by ``check`` from the ``option``'s name and value.
 
-    With ``reads``, ``check`` also gets the values of these options, by name. ``chooses``: whether the option changes which token
-    is chosen, so that beam search cannot have it.
+    With ``reads``, ``check`` also gets the values of these options, by name.
     """
 
     check: Callable[..., Any]
     option: str = ""
     reads: tuple[str, ...] = ()
     chooses: bool = False
+    """Whether the option changes which token is chosen, so that beam search cannot have it."""
 
     @property
     def options(self) -> tuple[str, ...]:

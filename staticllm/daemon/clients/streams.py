@@ -50,14 +50,12 @@ class LateAnswer:
 
 @dataclass
 class Running:
-    """A request that has not ended: its model, our number of it, the priority that it asked for, and the answers left.
-
-    ``window``: the client's number of the window that it sees; 0 without one.
-    """
+    """A request that has not ended: its model, our number of it, the priority that it asked for, and the answers left."""
 
     model: LanguageModel
     id: int
     window: int
+    """The client's number of the window that it sees; 0 without one."""
     priority: int
     num_left: int
     submitted: float

@@ -23,10 +23,7 @@ VIRTUAL_DEVICES = ("AUTO", "HETERO", "MULTI", "BATCH")
 
 @dataclass(frozen=True)
 class Event:
-    """One use of a device: on a ``track``, from ``start`` (``time.perf_counter``) on, for ``seconds``; ``queued`` before it.
-
-    ``more`` is what the viewer shows of it besides.
-    """
+    """One use of a device: on a ``track``, from ``start`` (``time.perf_counter``) on, for ``seconds``; ``queued`` before it."""
 
     track: str
     name: str
@@ -34,6 +31,7 @@ class Event:
     seconds: float
     queued: float = 0.0
     more: Mapping[str, float] = field(default_factory=dict)
+    """What the viewer shows of it besides."""
 
 
 class Timeline:
@@ -114,9 +112,10 @@ def _slice(name: str, pid: int, tid: int, start: float, seconds: float) -> dict[
 
 @dataclass
 class DeviceUsage:
-    """What a client used since it came. ``track`` names its track in recordings."""
+    """What a client used since it came."""
 
     track: str
+    """Names its track in recordings."""
     calls: int = 0
     """Calls of models, and tokens of requests."""
     device_seconds: float = 0.0
