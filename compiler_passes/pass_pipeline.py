@@ -57,22 +57,21 @@ class EncoderOptions:
 
 @dataclass(frozen=True)
 class Pass(Generic[Graph, Options]):
-    """A named entry of a pipeline. ``run`` changes the graph in place and adds a note of what it matched."""
+    """A named entry of a pipeline."""
 
     name: str
     run: Callable[[Graph, Options], None]
+    """Changes the graph in place and adds a note of what it matched."""
 
 
 @dataclass(frozen=True)
 class VariantPass(Generic[Graph]):
-    """A named pass that depends on the sizes of a program, so it runs on the model of each variant that it ``applies`` to.
-
-    ``run`` changes the model, whose shapes are static, in place, and returns the number of places that it changed.
-    """
+    """A named pass that depends on the sizes of a program, so it runs on the model of each variant that it ``applies`` to."""
 
     name: str
     applies: Callable[[Variant], bool]
     run: Callable[[Graph, ov.Model], int]
+    """Changes the model, whose shapes are static, in place, and returns the number of places that it changed."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +86,11 @@ class PassReport:
 
 @dataclass(frozen=True)
 class PassPipeline(Generic[Graph, Options]):
-    """Passes in the order in which they run. A kind of model, or a device, that needs other passes has its own pipeline.
-
-    ``variant_passes`` run later, on the model of one variant.
-    """
+    """Passes in the order in which they run. A kind of model, or a device, that needs other passes has its own pipeline."""
 
     passes: tuple[Pass[Graph, Options], ...]
     variant_passes: tuple[VariantPass[Graph], ...] = ()
+    """Run later, on the model of one variant."""
 
     def without(self, name: str) -> PassPipeline[Graph, Options]:
         """Return the pipeline without the pass of this name, which may be one of its variants.

@@ -46,16 +46,18 @@ MAX_ANSWERS = 128
 class Variant:
     """The sizes of a step program.
 
-    ``rows`` (S) is the number of tokens that one call processes, ``kv_len`` (T) the number of KV slots that it sees,
-    ``sequences`` the number of sequences that can share the rows. Each sequence has logits after its last row; ``extra_logits``
-    is the number of further rows with logits, for example to check drafts. A program with KV length 0 has no past and runs the
-    first chunks of new prompts. A program with one row per sequence decodes.
+    A program with KV length 0 has no past and runs the first chunks of new prompts. A program with one row per sequence
+    decodes.
     """
 
     rows: Size
+    """The number of tokens that one call processes (S)"""
     kv_len: Count
+    """The number of KV slots that it sees (T)"""
     sequences: Size = 1
+    """The number of sequences that can share the rows; each has logits after its last row."""
     extra_logits: Count = 0
+    """The number of further rows with logits, for example to check drafts."""
 
     WORK_SECONDS: ClassVar[Work] = (8e-3, 1e-3, 1.2e-7, 1e-6, 0.0)
 
@@ -82,11 +84,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class KVState:
-    """A state that grows by one slot per token: keys or values of one layer, ``[1, heads, slots, head_dim]``.
-
-    A ``u8`` state has a second state for its scales, ``[1, heads, slots, 2]``: the size of one unit, and the smallest value.
-    A state of cross-attention (``is_cross``) holds the frames of windows instead, and no step changes it.
-    """
+    """A state that grows by one slot per token: keys or values of one layer, ``[1, heads, slots, head_dim]``."""
 
     layer: Count
     role: Literal["key", "value"]
@@ -95,7 +93,9 @@ class KVState:
     head_dim: Size
     kv_type: KVType = "f32"
     is_scale: bool = False
+    """Whether it holds the scales of a ``u8`` state, ``[1, heads, slots, 2]``: the size of one unit, and the smallest value."""
     is_cross: bool = False
+    """Whether it is of cross-attention: it holds the frames of windows, and no step changes it."""
 
     @property
     def past_name(self) -> str:
@@ -144,14 +144,12 @@ class RecurrentState:
 
 @dataclass(frozen=True)
 class MaskKind:
-    """The positions that a token sees: all before it, its last ``window`` tokens, or those that a ``table`` gives.
-
-    A table is read from the model's own mask: ``first_seen[q]`` is the first position that the token at position q sees.
-    """
+    """The positions that a token sees: all before it, its last ``window`` tokens, or those that a ``table`` gives."""
 
     window: Size | None = None
     table: Annotated[str, Meta(max_length=256)] = ""
     first_seen: tuple[Count, ...] = field(default=(), compare=False, repr=False)
+    """Of a table, read from the model's own mask: by the position of a token, the first position that it sees."""
 
     def first(self, query: int) -> int:
         """Return the first position that the token at position ``query`` sees; it sees all from there to itself."""
@@ -349,16 +347,19 @@ class AlignmentShape:
 
 @dataclass(frozen=True, order=True)
 class EncoderVariant:
-    """The sizes of an encoder program: ``batch`` (B) sequences of ``rows`` (S) tokens each, and ``texts`` (R), the most texts.
+    """The sizes of an encoder program.
 
-    A sequence holds one text, or several texts after each other if the model is packable. With ``past`` (P) above 0, a call
-    continues one text: its rows see the keys and values of up to P tokens before them.
+    A sequence holds one text, or several texts after each other if the model is packable.
     """
 
     batch: Size
+    """Sequences of a call (B)"""
     rows: Size
+    """Tokens of each sequence (S)"""
     texts: Size
+    """The most texts (R)"""
     past: Count = 0
+    """Above 0, a call continues one text: its rows see the keys and values of up to this many tokens before them (P)"""
 
     WORK_SECONDS: ClassVar[Work] = (1e-3, 1e-4, 2.5e-8, 1e-7)
 

@@ -16,14 +16,14 @@ Named = str | object
 
 @dataclass(frozen=True)
 class FilesInParts:
-    """The directory of a model that is exported as several graphs: for each pattern, it has a file whose whole name matches.
-
-    ``what`` and ``remedy`` say to users what such a path holds, and what loads it (``PathKind``).
-    """
+    """The directory of a model that is exported as several graphs."""
 
     patterns: tuple[str, ...]
+    """For each it has a file whose whole name matches."""
     what: str
+    """What such a path holds, for users (``PathKind``)"""
     remedy: str
+    """What loads it, for users."""
 
 
 @dataclass(frozen=True)

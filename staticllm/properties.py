@@ -28,13 +28,11 @@ _NOT_HERE = {
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A config, and the names of its fields that the user gave; a blob set decides the others.
-
-    ``explicit`` also has the fields whose given value equals the default.
-    """
+    """A config, and the names of its fields that the user gave; a blob set decides the others."""
 
     config: StaticLLMConfig
     explicit: frozenset[str]
+    """Also has the fields whose given value equals the default."""
 
     @classmethod
     def of(cls, config: StaticLLMConfig) -> ResolvedConfig:

@@ -68,15 +68,13 @@ class Layouts:
 
 @dataclass(frozen=True)
 class ProofText:
-    """A text in a call: its sequence, the rows of it that hold its tokens, and the tokens.
-
-    The first ``num_shared`` rows are those of the text before it.
-    """
+    """A text in a call: its sequence, the rows of it that hold its tokens, and the tokens."""
 
     sequence: int
     rows: NDArray[np.intp]
     ids: NDArray[np.int64]
     num_shared: int = 0
+    """How many of its first rows are those of the text before it."""
 
 
 def prove_packing(graph: EncoderGraph) -> None:

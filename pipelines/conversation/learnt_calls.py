@@ -39,16 +39,14 @@ class LearntParameters:
 
 @dataclass(frozen=True)
 class LearntCalls:
-    """The text around all calls, before and after each, and between a name and the arguments, with its layout.
-
-    Without ``parameters``, the arguments are one JSON object.
-    """
+    """The text around all calls, before and after each, and between a name and the arguments, with its layout."""
 
     wrapper: tuple[str, str]
     before: str
     after_name: str
     after: str
     parameters: LearntParameters | None = None
+    """None for arguments that are one JSON object."""
 
     @property
     def openings(self) -> tuple[str, ...]:

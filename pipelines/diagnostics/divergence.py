@@ -51,16 +51,16 @@ Logits = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class TextDivergence:
-    """What was found in one text or a part of it: per token, the divergence, and whether the most likely next token is the same.
-
-    ``losses`` and ``exact_losses`` are the negative logarithms of the probabilities of the text's next tokens, with the setting
-    and with the original. They are one shorter at the end of a text.
-    """
+    """What was found in one text or a part of it, per token."""
 
     divergences: NDArray[np.float64]
+    """The divergence."""
     is_same: NDArray[np.bool_]
+    """Whether the most likely next token is the same."""
     losses: NDArray[np.float64]
+    """Negative logarithms of the probabilities of the text's next tokens, with the setting; one shorter at the end of a text."""
     exact_losses: NDArray[np.float64]
+    """The same with the original."""
 
     @classmethod
     def of(cls, expected: Logits, found: Logits, following: list[int]) -> TextDivergence:

@@ -76,8 +76,7 @@ class PartCalls:
 class ProgramSchedule:
     """One program: the sum of the schedules of its calls on the device, in microseconds.
 
-    ``read_bytes`` are those of the weights and KV slots that one run reads, and ``roof_us`` is the time of these reads alone at
-    the transfer rate of the platform's cost model. Before the calls on the device, the host runs one part.
+    Before the calls on the device, the host runs one part.
     """
 
     program: str

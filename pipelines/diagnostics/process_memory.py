@@ -85,13 +85,14 @@ def device_memory(core: ov.Core, device: str) -> int | None:
 
 @dataclass(frozen=True)
 class MemoryStage:
-    """Private memory in bytes after one stage, and how much of it was counted by itself (``counted``, by part)."""
+    """Private memory in bytes after one stage."""
 
     name: str
     part: str | None
     """The part to which the growth of what was not counted belongs; None if no part explains it."""
     private: int
     counted: Mapping[str, int]
+    """How much of it was counted by itself, by part."""
 
     @property
     def others(self) -> int:

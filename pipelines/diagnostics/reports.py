@@ -270,10 +270,7 @@ def encoder_size(variant: Any) -> str:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory that a model needs on a device (``staticllm plan``).
-
-    ``available`` and ``fits`` are None if the device does not report its memory, or if it was measured what the model takes.
-    """
+    """The memory that a model needs on a device (``staticllm plan``), in bytes."""
 
     model: str
     device: str
@@ -283,6 +280,7 @@ class MemoryEstimate:
     needed: int
     """Their sum."""
     available: int | None
+    """None if the device does not report its memory, or if it was measured what the model takes; so is ``fits``."""
     fits: bool | None
 
     def as_dict(self) -> dict[str, Any]:

@@ -107,7 +107,7 @@ class BeamLimits:
     """None without a limit."""
     stop_token_ids: Collection[int] = frozenset()
     min_new_tokens: int = 0
-    """As many first tokens have none of ``stop_token_ids`` among them."""
+    """None of ``stop_token_ids`` is among this many first tokens."""
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,13 @@ class Successor:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """An answer that has ended: its tokens, what each adds to the sum of log-probabilities, and ``score``.
-
-    The score is this sum, divided by the length to the power of ``length_penalty``. Diversity penalties are in the sum.
-    """
+    """An answer that has ended."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    """What each token adds to the sum of log-probabilities, less diversity penalties."""
     score: float
+    """That sum, divided by the length to the power of ``length_penalty``."""
     reason: FinishReason
 
 

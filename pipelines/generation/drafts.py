@@ -22,19 +22,16 @@ MANY_TOKENS = 32
 
 @dataclass(frozen=True)
 class DraftParams:
-    """How the tokens of a request are drafted, as plain values.
-
-    Args:
-        max_ngram_size: The longest n-gram at the end of the tokens that prompt lookup searches in them; 0 without prompt lookup.
-        max_tokens: The most tokens of a draft; 0 if only the engine limits them.
-        uses_model: Whether the draft model of the pipeline proposes tokens where prompt lookup finds none.
-        confidence: A draft of the model ends before the first token whose probability is lower.
-    """
+    """How the tokens of a request are drafted, as plain values."""
 
     max_ngram_size: int = 0
+    """The longest n-gram at the end of the tokens that prompt lookup searches in them; 0 without prompt lookup."""
     max_tokens: int = 0
+    """The most tokens of a draft; 0 if only the engine limits them."""
     uses_model: bool = False
+    """Whether the draft model of the pipeline proposes tokens where prompt lookup finds none."""
     confidence: float = 0.0
+    """A draft of the model ends before the first token whose probability is lower."""
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from .logits_processors import BadWords, LogitsProcessor, MinNewTokens
 
 @dataclass(frozen=True)
 class TimestampParams:
-    """How timestamps are written: ``eos`` ends a text, ``begin`` is 0.00 s and the token before it says that there are none.
-
-    A window begins with a timestamp up to ``max_initial_index``, in steps of 0.02 s.
-    """
+    """How timestamps are written, in steps of 0.02 s."""
 
     eos: int
+    """Ends a text."""
     begin: int
+    """0.00 s; the token before it says that there are no timestamps."""
     max_initial_index: int = 50
+    """The last timestamp with which a window begins."""
 
 
 @dataclass(frozen=True)

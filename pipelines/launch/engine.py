@@ -45,15 +45,16 @@ PATIENCE_SECONDS = 10.0
 
 @dataclass
 class Launched:
-    """An engine that serves from ``loaded`` on ``device``. ``background`` loads the rest; None if all programs are loaded.
+    """An engine that serves from ``loaded`` on ``device``.
 
-    If the CPU serves until the device can, ``loaded`` and ``device`` change together with the engine's runner.
+    If the CPU serves until the device can, these two change together with the engine's runner.
     """
 
     engine: Engine
     loaded: LoadedDecoder
     device: str
     background: BackgroundLoader | None = None
+    """Loads further programs; None if all are loaded."""
 
     @property
     def config(self) -> StaticLLMConfig:

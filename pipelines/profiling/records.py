@@ -14,16 +14,16 @@ from staticllm.core import FinishReason, Variant
 
 @dataclass(frozen=True)
 class HostTimes:
-    """The seconds that the engine's thread spent on one device call, outside the call itself.
-
-    Before the call, ``plan`` runs the policy and moves KV slots to and from the host pool, and ``prepare`` writes token ids,
-    positions and masks. After the call, ``commit`` writes new keys and values into the arena, and ``sampling`` chooses tokens.
-    """
+    """The seconds that the engine's thread spent on one device call, outside the call itself."""
 
     plan: float
+    """Before the call: runs the policy and moves KV slots to and from the host pool."""
     prepare: float
+    """Before the call: writes token ids, positions and masks."""
     commit: float
+    """After the call: writes new keys and values into the arena."""
     sampling: float
+    """After the call: chooses tokens."""
 
     @property
     def total(self) -> float:

@@ -65,7 +65,7 @@ class Stats:
     prefix_hit_tokens: int
     """Prompt tokens that were found in the prefix cache."""
     prompt_tokens: int
-    """Their prompt tokens, those in the prefix cache included."""
+    """Prompt tokens of the requests that ended, those in the prefix cache included."""
     slots_in_use: int
     """KV slots of the arena in use after the last call."""
     peak_slots_in_use: int
@@ -251,14 +251,16 @@ PARTS = ("device", "plan", "prepare", "commit", "sampling", "other")
 
 @dataclass(frozen=True)
 class Breakdown:
-    """The mean ms per call over the ``num_calls`` calls of one kind ("prefill" or "decode"), by the names in ``PARTS``.
+    """The mean times of the calls of one kind.
 
     The part "other" is the time between two calls that no other part measures: waking up, admitting requests, keeping records.
     """
 
     kind: str
+    """"prefill" or "decode"."""
     num_calls: int
     ms: dict[str, float]
+    """Per call, by the names in ``PARTS``."""
 
     @property
     def total_ms(self) -> float:

@@ -55,16 +55,16 @@ class Summary:
 
 @dataclass(frozen=True)
 class RunSummary(Summary):
-    """The figures of one simulated run.
-
-    ``busy`` is the share of ``seconds`` in which a device was running, and ``job_share`` that in which it ran jobs of another
-    model; both are means over the devices. ``num_drafted`` tokens were drafted and checked, ``num_accepted`` of them accepted.
-    """
+    """The figures of one simulated run."""
 
     busy: float
+    """The share of ``seconds`` in which a device was running, a mean over the devices."""
     job_share: float = 0.0
+    """The share in which it ran jobs of another model."""
     num_drafted: int = 0
+    """Tokens that were drafted and checked."""
     num_accepted: int = 0
+    """Drafted tokens that were accepted."""
 
     def as_dict(self) -> dict[str, float]:
         """Return the figures of one policy that ``staticllm simulate --json`` prints."""

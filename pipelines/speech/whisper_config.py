@@ -125,10 +125,7 @@ def _threshold(least: float, most: float) -> Callable[[str, object], float | Non
 
 @dataclass(frozen=True)
 class WhisperTokens:
-    """The token ids that have a meaning for Whisper. The defaults are those of GenAI's class, of multilingual models.
-
-    ``languages`` maps codes as ``en`` to ids; it is empty for an English-only model.
-    """
+    """The token ids that have a meaning for Whisper. The defaults are those of GenAI's class, of multilingual models."""
 
     decoder_start: int = read_by(_token, 50258, "decoder_start_token_id")
     pad: int = read_by(_token, 50257, "pad_token_id")
@@ -139,6 +136,7 @@ class WhisperTokens:
     no_timestamps: int = read_by(_token, 50363, "no_timestamps_token_id")
     is_multilingual: bool = read_by(_flag, True)
     languages: Mapping[str, int] = read_by(_languages, option="lang_to_id", default_factory=dict)
+    """Codes as ``en`` → ids; empty for an English-only model."""
 
     @property
     def no_speech(self) -> int:

@@ -18,7 +18,7 @@ from .inputs import Form
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """The checked arguments of one call. ``started`` and ``deadline`` are ``time.perf_counter`` moments."""
+    """The checked arguments of one call."""
 
     form: Form
     options: GenerationOptions
@@ -26,6 +26,7 @@ class GenerateCall:
     priority: int
     deadline: float | None
     started: float
+    """A ``time.perf_counter`` moment, as ``deadline`` is."""
     is_chat: bool = False
 
     def check_single(self, receiver: str) -> None:

@@ -22,14 +22,12 @@ MAX_ALPHA = 1e6
 
 @dataclass(frozen=True, eq=False)
 class AdapterSet:
-    """The adapters of a pipeline, each once, and the alphas of requests that name no adapters.
-
-    With ``is_fused`` they are folded into the weights with these alphas.
-    """
+    """The adapters of a pipeline, each once, and the alphas of requests that name no adapters."""
 
     adapters: tuple[LoraAdapter, ...]
     alphas: tuple[float, ...]
     is_fused: bool = False
+    """Whether they are folded into the weights with these alphas."""
     origin: object = None
     """The object that the user gave."""
 

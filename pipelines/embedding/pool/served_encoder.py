@@ -50,17 +50,15 @@ class ServingOptions:
 
 @dataclass(frozen=True)
 class ServedEncoder:
-    """An encoder that takes requests by its ``driver``. ``engine`` owns the only device, or the first one of a pool.
-
-    None for a pool all of whose devices are its own.
-    ``release`` drops the programs; texts that wait get a ``ClosedError``. A second call does nothing.
-    """
+    """An encoder that takes requests by its ``driver``."""
 
     info: EncoderInfo
     files: EncoderFiles
     driver: QueueDriver
     engine: JobHost | None
+    """Owns the only device, or the first one of a pool; None for a pool all of whose devices are its own."""
     release: Callable[[], None]
+    """Drops the programs; texts that wait get a ``ClosedError``. A second call does nothing."""
 
 
 def serve_encoder(

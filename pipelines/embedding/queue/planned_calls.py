@@ -40,16 +40,15 @@ class EncoderCall:
 
 @dataclass
 class CallPlan:
-    """The next calls of one priority.
-
-    ``variants``: those that the other ``calls`` were planned with. A plan that ``is_stale`` is made again, with later texts.
-    """
+    """The next calls of one priority."""
 
     alone: deque[EncoderCall] = field(default_factory=deque)
     """Texts that have begun, or whose vectors were not finite beside others; they run first, each in calls of its own."""
     calls: deque[EncoderCall] = field(default_factory=deque)
     variants: Sequence[EncoderVariant] = ()
+    """The variants that the other ``calls`` were planned with."""
     is_stale: bool = False
+    """Whether it is made again, with later texts."""
 
     def __bool__(self) -> bool:
         return bool(self.alone or self.calls)

@@ -93,13 +93,12 @@ def _row(default: float, least: float, most: float, **rest: Any) -> Any:
 
 @dataclass(frozen=True)
 class Reading:
-    """How a field of checked options is read: by ``check`` from the ``option``'s name and value.
-
-    With ``reads``, ``check`` also gets the values of these options, by name.
-    """
+    """How a field of checked options is read."""
 
     check: Callable[..., Any]
+    """Gets the name and the value of the option, and by name the values of ``reads``."""
     option: str = ""
+    """The option; the field's name without one."""
     reads: tuple[str, ...] = ()
     chooses: bool = False
     """Whether the option changes which token is chosen, so that beam search cannot have it."""
@@ -140,15 +139,13 @@ _LLAMA: tuple[Api, ...] = ("openai", "ollama")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The parameters that choose tokens, with GenAI's names where it has them, else those of llamacpp or transformers.
-
-    Without ``do_sample`` the most likely token is chosen, and options that draw have no effect. ``top_k=0`` keeps all tokens.
-    ``dry_breakers`` and ``bad_words`` are sequences of token ids, ``logit_bias`` pairs of a token id and a number.
-    """
+    """The parameters that choose tokens, with GenAI's names where it has them, else those of llamacpp or transformers."""
 
     do_sample: bool = False
+    """Whether tokens are drawn; else the most likely one is chosen, and options that draw have no effect."""
     temperature: float = _row(1.0, 0.0, 1e6, excluded="least", draws=True, apis=_ALL, http=(0.0, 100.0))
     top_k: int = _row(0, 0, UNLIMITED, draws=True, apis=_ALL, http=(-1, 2**31 - 1))
+    """0 keeps all tokens."""
     top_p: float = _row(1.0, 0.0, 1.0, excluded="least", draws=True, apis=_ALL, http=(0.0, 1.0))
     min_p: float = _row(0.0, 0.0, 1.0, excluded="most", draws=True, apis=_ALL, http=(0.0, 1.0))
     repetition_penalty: float = _row(
@@ -211,8 +208,11 @@ class SamplingParams:
     )  # fmt: skip
     no_repeat_ngram_size: int = _row(0, 0, UNLIMITED, apis=())
     dry_breakers: TokenSequences = ()
+    """Sequences of token ids."""
     logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of a token id and a number."""
     bad_words: TokenSequences = ()
+    """Sequences of token ids."""
 
     @property
     def uses_dry(self) -> bool:

@@ -134,14 +134,12 @@ class DeviceGrant:
 
 @dataclass(frozen=True)
 class Due:
-    """The moment at which an engine must have the device for the next token of a request of this ``priority``.
-
-    It counts until the moment ``until`` if the engine does not ask for the device before.
-    """
+    """The moment at which an engine must have the device for the next token of a request of this ``priority``."""
 
     moment: float
     priority: int
     until: float
+    """The due counts until this moment if the engine does not ask for the device before."""
 
 
 OnUse = Callable[[DeviceRequest, float, Sequence[Share]], None]

@@ -23,13 +23,16 @@ VIRTUAL_DEVICES = ("AUTO", "HETERO", "MULTI", "BATCH")
 
 @dataclass(frozen=True)
 class Event:
-    """One use of a device: on a ``track``, from ``start`` (``time.perf_counter``) on, for ``seconds``; ``queued`` before it."""
+    """One use of a device."""
 
     track: str
+    """The track of recordings that shows it."""
     name: str
     start: float
+    """A moment of ``time.perf_counter``."""
     seconds: float
     queued: float = 0.0
+    """Seconds for which it waited before."""
     more: Mapping[str, float] = field(default_factory=dict)
     """What the viewer shows of it besides."""
 
