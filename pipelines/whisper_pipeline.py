@@ -268,7 +268,11 @@ class StaticWhisperPipeline:
         return copy_whisper_config(self._generation_config)
 
     def set_generation_config(self, config: genai.WhisperGenerationConfig) -> None:
-        """Replace the options that calls start from. Raises ``GenerationConfigError``."""
+        """Replace the options that calls start from.
+
+        Raises:
+            GenerationConfigError: ``config`` is something else, or has an impossible value.
+        """
         if not isinstance(config, genai.WhisperGenerationConfig):
             raise GenerationConfigError(f"config is a {type(config).__name__}: must be a WhisperGenerationConfig")
         own = completed(config, self._generation_config)

@@ -233,7 +233,11 @@ def _vocabulary(header: GGUFHeader) -> _Vocabulary:
 
 
 def check_vocabulary(header: GGUFHeader) -> None:
-    """Raise ``ModelError`` if the vocabulary is missing, or of a kind that cannot be read."""
+    """Check that the vocabulary can be read.
+
+    Raises:
+        ModelError: it is missing, or of another kind.
+    """
     _vocabulary(header)
     kind = header.text(KIND)
     if kind not in (BYTE_PAIRS, SCORED_PAIRS):

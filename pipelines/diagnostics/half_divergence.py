@@ -85,7 +85,11 @@ def measure_f16(job: LoadJob[Any]) -> Iterator[HalfDivergence]:
     """Yield the divergence of a decoder's programs in f16 on the job's device, or on the CPU with the passes of that device.
 
     An emulated program computes norms as one operation, as NPUs do, and decides; a second one rounds each of their steps, and
-    only informs. Raises ``ConfigError`` (the model is no decoder), and what lowering or running it does.
+    only informs.
+
+    Raises:
+        ConfigError: the model is no decoder.
+        StaticLLMError: what lowering or running it raises.
     """
     if job.kind.name != "decoder":
         raise ConfigError(

@@ -109,8 +109,10 @@ class CompiledForReport:
 def compile_for_report(job: LoadJob[Any]) -> CompiledForReport:
     """Compile all programs of a job for its target, with progress. Nothing is kept or written.
 
-    Raises ``DeviceError`` (the compiler refused a part, crashed or took too long; the message names the part), ``ConfigError``
-    (the programs are not to be in blocks) and what lowering raises.
+    Raises:
+        DeviceError: the compiler refused a part, crashed or took too long; the message names the part.
+        ConfigError: the programs are not to be in blocks.
+        UnsupportedModelError: a pass cannot lower the model.
     """
     target = job.target
     assert target is not None, "the job is for an NPU that is elsewhere"

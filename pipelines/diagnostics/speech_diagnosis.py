@@ -51,7 +51,12 @@ class SpeechDiagnosis(Diagnosis[Any]):
     ) -> Jobs:
         """Return the jobs of the encoder, of the decoder, and with ``WORD_TIMESTAMPS`` of the alignment of words.
 
-        ``properties``: those of ``StaticWhisperPipeline``. Raises ``ModelError``, ``DeviceError`` and ``ConfigError``.
+        ``properties`` are those of ``StaticWhisperPipeline``.
+
+        Raises:
+            ModelError: the directory is no speech model.
+            DeviceError: the device is not on this machine.
+            ConfigError: a property is unknown or has an impossible value.
         """
         files = speech_files(directory)
         given = dict(properties)

@@ -78,7 +78,12 @@ class TextReader:
             self._on_progress(event)
 
     def files(self) -> TextFiles:
-        """Return what was read; wait for it, or read it now. Raises ``ModelError`` and ``GenerationConfigError``."""
+        """Return what was read; wait for it, or read it now.
+
+        Raises:
+            ModelError: a file of the model cannot be read.
+            GenerationConfigError: the model's own options cannot be used.
+        """
         while not self._thread.join(LOOK_SECONDS):
             checkpoint()
         if self._files is None and self._error is None:

@@ -168,7 +168,11 @@ class DeferredPrograms(Generic[V, S]):
         return [self.variants] if self.variants else []
 
     def compile(self, variant: V) -> AnyProgram:
-        """Return the program of one of ``variants``, compiled together with those that share it. Raises ``DeviceError``."""
+        """Return the program of one of ``variants``, compiled together with those that share it.
+
+        Raises:
+            DeviceError: the device refused it.
+        """
         if variant not in self._compiled:
             together = (variant,) if self._plan.options.mode == "separate" else self.variants
             plan = self._plan.restricted(together)

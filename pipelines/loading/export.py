@@ -98,7 +98,12 @@ class SetPlace(Generic[V, S, R]):
         self.put(export_programs(self.job, programs, self.is_weightless), {})
 
     def put(self, exported: ExportedPrograms[V, S], costs: Mapping[V, float]) -> None:
-        """Write a set; ``costs`` in seconds. Raises ``BlobError`` (a blob differs from its program) and ``ConfigError``."""
+        """Write a set; ``costs`` in seconds.
+
+        Raises:
+            BlobError: a blob differs from its program.
+            ConfigError: the place cannot be written.
+        """
         if exported.blobs is None:
             raise BlobError(
                 f"nothing was exported: the blobs of this model on {self.job.device} failed verification, {_REASON}; "
@@ -153,7 +158,8 @@ def export_set(job: Job[V, S, R], target: Path) -> Manifest:
 def check_new(target: Path) -> None:
     """Check that ``target`` is new, no link to nothing either, or holds only a dead writer's leftovers.
 
-    Raises ``ConfigError``.
+    Raises:
+        ConfigError: it exists, its folder does not, or a set cannot be written there.
     """
     if os.path.lexists(target) and not (is_ours(target) and not (target / MANIFEST).exists()):
         raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")
@@ -163,7 +169,11 @@ def check_new(target: Path) -> None:
 
 
 def check_writable(target: Path) -> None:
-    """Check that a set can be written to ``target``, before minutes of compiling. Raises ``ConfigError``."""
+    """Check that a set can be written to ``target``, before minutes of compiling.
+
+    Raises:
+        ConfigError: its folder is read-only or refuses files.
+    """
     parent = target.resolve().parent
     reason = "is read-only" if not os.access(parent, os.W_OK) else refusal_of(parent)
     if reason:

@@ -149,7 +149,11 @@ class ProgramKind(ABC, Generic[V, S, R]):
         return plan
 
     def check_graph(self, model: ov.Model, directory: Path) -> None:
-        """Check that a model is of this kind. Raises ``ModelError``."""
+        """Check that a model is of this kind.
+
+        Raises:
+            ModelError: it is not.
+        """
         if not self.fits(model, directory):
             raise ModelError(f"{given_as(directory)!r} is not {with_article(self.name)}")
 

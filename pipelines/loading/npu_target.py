@@ -62,7 +62,11 @@ class NPUTarget:
         return found
 
     def check_layout(self, layout: str) -> None:
-        """Check that the programs are in blocks: others would be compiled on this machine. Raises ``ConfigError``."""
+        """Check that the programs are in blocks: others would be compiled on this machine.
+
+        Raises:
+            ConfigError: they are not.
+        """
         if layout != "blocks":
             raise ConfigError(f"PROGRAMS={layout}, and --platform compiles programs in blocks only: leave PROGRAMS out")
 

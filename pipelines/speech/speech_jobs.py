@@ -87,7 +87,11 @@ def folder_of(model_file: str) -> str:
 
 
 def check_speech_config(config: StaticLLMConfig) -> None:
-    """Raise ``ConfigError`` if a field has no meaning for speech."""
+    """Check that all fields that were set have a meaning for speech.
+
+    Raises:
+        ConfigError: one has none.
+    """
     if wrong := sorted(config.non_default & set(OF_TEXT)):
         raise ConfigError(f"{wrong[0].upper()} has no meaning for speech: leave it out")
 

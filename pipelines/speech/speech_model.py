@@ -115,7 +115,10 @@ class Window:
     def align(self, tokens: Sequence[int], priority: int = 0) -> NDArray[np.float32]:
         """Return which frames a text looks at: the weights ``[heads, tokens, cross_window_len]`` of the alignment heads.
 
-        Raises ``ClosedError``, ``DeviceError`` and ``concurrent.futures.CancelledError``.
+        Raises:
+            ClosedError: the pipeline was closed.
+            DeviceError: a call failed.
+            CancelledError: it was cancelled.
         """
         assert self._alignment is not None, "loaded without alignment heads"
         found = self._alignment.align(self._window, tokens, priority)
@@ -125,7 +128,12 @@ class Window:
     def generate(self, request: EngineRequest, processors: UserProcessors = ()) -> Iterator[Chosen]:
         """Yield the tokens of a request about this window. Leaving the iteration cancels the request; a cancellation ends it.
 
-        ``processors``: the logits processors that the user made. Raises ``BusyError``, ``ClosedError`` and what ends the request.
+        ``processors`` are the logits processors that the user made.
+
+        Raises:
+            BusyError: ``MAX_WAITING`` requests are waiting.
+            ClosedError: the pipeline was closed.
+            StaticLLMError: what ended the request.
         """
         request = replace(request, cross_window=self._window)
         queue = self._engine.submit(request, processors=processors)
@@ -194,8 +202,13 @@ class SpeechModel:
     ) -> Iterator[Window]:
         """Let the device encode a window, ``[bands, columns]``, for the time of a block.
 
-        ``cancellation`` ends the wait for the device, and requests about the window. Raises ``ClosedError``, ``DeviceError`` and
-        ``NumericalError`` (the window cannot be encoded), and ``concurrent.futures.CancelledError``.
+        ``cancellation`` ends the wait for the device, and requests about the window.
+
+        Raises:
+            ClosedError: the pipeline was closed.
+            DeviceError: a call failed.
+            NumericalError: the window cannot be encoded.
+            CancelledError: it was cancelled.
         """
         cancellation = cancellation or Cancellation()
         encoded = self.windows.encode(features, priority)

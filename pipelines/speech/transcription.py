@@ -165,11 +165,15 @@ class Transcriber:
     ) -> Transcript:
         """Return what is said in a recording, ``[n]`` samples in [-1, 1] at the model's rate.
 
-        A recording of more than one window always gets timestamps, because they say where the next window begins. Of one that
-        was cancelled, what was transcribed so far is returned. ``parallel``: windows begin where there is silence, and are
+        A recording of more than one window always gets timestamps, because they say where the next window begins. Of one that was
+        cancelled, what was transcribed so far is returned. With ``parallel``, windows begin where there is silence, and are
         transcribed together; without it, each begins where the one before it ended.
 
-        Raises ``ClosedError``, ``DeviceError``, ``NumericalError``, ``BusyError``.
+        Raises:
+            ClosedError: the pipeline was closed.
+            DeviceError: a call failed.
+            NumericalError: a window has infinite values or no numbers.
+            BusyError: ``MAX_WAITING`` requests are waiting.
         """
         found = Transcript()
         begin = time.perf_counter()

@@ -59,7 +59,11 @@ class Cancellation:
         return self._is_cancelled
 
     def check(self) -> None:
-        """Raise ``concurrent.futures.CancelledError`` if ``cancel`` was called."""
+        """Check that ``cancel`` was not called.
+
+        Raises:
+            CancelledError: it was.
+        """
         if self._is_cancelled:
             raise CancelledError
 

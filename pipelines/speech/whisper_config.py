@@ -200,7 +200,11 @@ class WhisperOptions:
     """When a window is decoded again."""
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raise ``GenerationConfigError`` if a token of the prompts is outside the vocabulary of the model."""
+        """Check the tokens of the prompts.
+
+        Raises:
+            GenerationConfigError: one is outside the vocabulary of the model.
+        """
         tokens = self.tokens
         named = {"decoder_start_token_id": tokens.decoder_start, "no_timestamps_token_id": tokens.no_timestamps}
         if self.initial_prompt is not None or self.hotwords is not None:

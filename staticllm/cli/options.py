@@ -62,7 +62,10 @@ def flag(names: str, text: str) -> Callable[[Command], Command]:
 def refuse(names: Iterable[str], because: str) -> None:
     """Check that none of these options of the current command was given, by their names with underscores.
 
-    Raises ``UsageError`` (one was, and would be ignored). ``because`` follows its flag, and says what it goes with.
+    ``because`` follows the flag of one that was, and says what it goes with.
+
+    Raises:
+        UsageError: one was, and would be ignored.
     """
     context = click.get_current_context()
     for parameter in context.command.params:

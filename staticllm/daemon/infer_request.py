@@ -43,7 +43,11 @@ class InferRequest(Protocol):
     def state_names(self) -> list[str]: ...
 
     def get_state(self, index: int) -> Array:
-        """Return the value of a state. Raises ``IndexError`` for unknown ones, as do the methods below."""
+        """Return the value of a state.
+
+        Raises:
+            IndexError: there is no such state; the methods below raise it, too.
+        """
         ...
 
     def set_state(self, index: int, values: Array) -> None:
@@ -55,7 +59,11 @@ class InferRequest(Protocol):
         ...
 
     def write_state(self, index: int, values: Array) -> None:
-        """Write values into the tensor of a state. Raises ``PromptError`` as ``set_state`` does."""
+        """Write values into the tensor of a state.
+
+        Raises:
+            PromptError: as for ``set_state``.
+        """
         ...
 
     def reset_state(self, index: int) -> None:

@@ -169,14 +169,23 @@ def decode(data: bytes, bodies: dict[bytes, Body] | None = None) -> Message:
 
 
 def write_message(stream: IO[bytes], message: Message) -> None:
-    """Write a message to a pipe and flush it. Raises ``ProtocolError`` and ``OSError``."""
+    """Write a message to a pipe and flush it.
+
+    Raises:
+        ProtocolError: it is too long.
+        OSError: the pipe is closed.
+    """
     data = encode(message, MAX_PIPED)
     stream.write(LENGTH.pack(len(data)) + data)
     stream.flush()
 
 
 def read_message(stream: IO[bytes]) -> Message | None:
-    """Return the next message of a pipe; None at its end. Raises ``ProtocolError``."""
+    """Return the next message of a pipe; None at its end.
+
+    Raises:
+        ProtocolError: it is no message, too long, or ends within.
+    """
     start = stream.read(LENGTH.size)
     if not start:
         return None

@@ -114,7 +114,11 @@ def stop(folder: Path) -> int | None:
 
 
 def status(folder: Path, protocol: int = PROTOCOL) -> dict[str, Any] | None:
-    """Return the statistics of the daemon of a folder; None if none listens. Raises ``StaticLLMError``."""
+    """Return the statistics of the daemon of a folder; None if none listens.
+
+    Raises:
+        StaticLLMError: it does not answer, or refused.
+    """
     try:
         with control(folder, protocol) as channel:
             return ask(channel, Message(Kind.STATS)).body
@@ -126,7 +130,12 @@ def status(folder: Path, protocol: int = PROTOCOL) -> dict[str, Any] | None:
 
 @contextmanager
 def control(folder: Path, protocol: int = PROTOCOL) -> Iterator[Channel]:
-    """Connect to the daemon of a folder as a client without models. Raises ``EndpointError`` and ``StaticLLMError``."""
+    """Connect to the daemon of a folder as a client without models.
+
+    Raises:
+        EndpointError: none listens.
+        StaticLLMError: its answer is damaged, or it refused.
+    """
     try:
         channel, answer = join_daemon(folder, SilenceWatch(folder).check, watches=True, protocol=protocol)
     except ProtocolError as error:
