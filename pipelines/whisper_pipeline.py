@@ -178,8 +178,8 @@ class StaticWhisperPipeline:
             streamer: A callable that takes text, or an ``openvino_genai.StreamerBase`` that takes lists of tokens, as they come.
                 It runs in the calling thread; its exceptions reach the caller, and the pipeline stays usable.
             priority: Recordings with a higher priority are served first; those below 0 are proactive: nobody waits for them.
-            parallel_windows: Cut the recording where there is silence, and hear this many of its windows together. None: each
-                begins where the text of the one before it ended, as in GenAI.
+            parallel_windows: Cut the recording where there is silence, and transcribe this many of its windows together. None:
+                each begins where the text of the one before it ended, as in GenAI.
             kwargs: Fields of ``WhisperGenerationConfig``, which override both configs.
 
         Raises:
@@ -224,7 +224,7 @@ class StaticWhisperPipeline:
         _check_callable("on_window", on_window, "a WindowHeard")
         samples = check_samples(raw_speech_input)
         if samples is raw_speech_input or samples.base is not None:
-            samples = samples.copy()  # the caller's buffer may get its next sound before this one was heard
+            samples = samples.copy()  # the caller's buffer may get its next sound before this one was read
         options = self._options(generation_config, kwargs)
         stream = _Stream(None if on_text is None else make_sink(lambda text: _told(on_text, text)), self._tools.decode)
         watch = TranscriptionWatch(stream.push, (lambda window: None) if on_window is None else on_window)
@@ -293,7 +293,7 @@ class StaticWhisperPipeline:
 
     @property
     def sampling_rate(self) -> int:
-        """Samples per second that the model hears."""
+        """Samples per second that the model takes."""
         return self._mel.sampling_rate
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -163,7 +163,7 @@ class _Walk:
         if node.get_type_name() == "Parameter":
             return self._add("port", output)
         flow = self.regions.flow
-        is_shared = self.hidden is not None and flow.origin(node) == "shared" and not _is_widened(node)
+        is_shared = self.hidden is not None and flow.dependence(node) == "shared" and not _is_widened(node)
         if is_shared and self.regions.is_entry(output):
             return self._add("shared", output)
         place = flow.places.get(node.get_instance_id())

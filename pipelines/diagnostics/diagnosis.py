@@ -34,7 +34,7 @@ from .reports import (
     Agreement,
     MemoryEstimate,
     ModelReport,
-    SecondsOrigin,
+    SecondsBasis,
     TimedEstimate,
     TimedVariant,
     Verdict,
@@ -215,14 +215,14 @@ class Diagnosis(Generic[K]):
         return TimedVariant(variant, str(variant), None, seconds)
 
     def _timed(
-        self, report: ModelReport, parts: Mapping[str, int], seconds: Mapping[Any, float], origin: SecondsOrigin
+        self, report: ModelReport, parts: Mapping[str, int], seconds: Mapping[Any, float], basis: SecondsBasis
     ) -> TimedEstimate:
         variants = (self.timed(each, seconds.get(each)) for each in report.variants)
         return TimedEstimate(
             **needs(report, parts),
             programs=report.programs,
             num_programs=report.num_programs,
-            seconds_source=origin,
+            seconds_source=basis,
             variants=tuple(variants),
         )
 

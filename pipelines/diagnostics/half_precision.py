@@ -109,8 +109,8 @@ def round_to_f16(model: ov.Model, extremes: Extremes | None = None, has_whole_no
 def _round(flow: Dataflow, output: ov.Output, extremes: Extremes | None) -> bool:
     """Round what the nodes on the device read of an output, and return whether any does."""
     on_device = ("own", "tokens")
-    readers = [port for port in output.get_target_inputs() if flow.origin(port.get_node()) in on_device]
-    is_computed = flow.origin(output.get_node()) != "constant"
+    readers = [port for port in output.get_target_inputs() if flow.dependence(port.get_node()) in on_device]
+    is_computed = flow.dependence(output.get_node()) != "constant"
     if not readers or not is_computed or output.get_element_type().get_type_name() not in _FLOATS:
         return False
     rounded = RoundToF16([output], output.get_node().get_friendly_name(), extremes)
@@ -128,7 +128,7 @@ def _masked_nodes(flow: Dataflow) -> set[int]:
         readers = {reader.get_type_name() for output in node.outputs() for reader in consumers(output)}
         is_converted = kind == "ConvertLike" and producers[0] in found
         is_score = kind == "Add" and bool(readers & {"Softmax", "Concat"}) and any(each in found for each in producers)
-        if flow.origin(node) == "shared" or is_converted or is_score:
+        if flow.dependence(node) == "shared" or is_converted or is_score:
             found.add(node.get_instance_id())
     return found
 

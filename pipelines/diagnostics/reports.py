@@ -11,8 +11,8 @@ from staticllm.core import KVType, Part, Phase, Pooling, ProgramLayout, ProgramV
 from ...compiler_passes.pass_pipeline import PassReport
 
 Level = Literal["ok", "warn", "fail"]
-PoolingOrigin = Literal["the model's graph", "the user", "the model's files", "the default"]
-SecondsOrigin = Literal["measured now", "kept in the cache", "unknown"]
+PoolingDecider = Literal["the model's graph", "the user", "the model's files", "the default"]
+SecondsBasis = Literal["measured now", "kept in the cache", "unknown"]
 
 
 def mib(num_bytes: int, width: int = 0) -> str:
@@ -219,7 +219,7 @@ class EncoderReport(ModelReport):
     has_token_types: bool
     pooling: Pooling | None
     """None for scores."""
-    pooling_source: PoolingOrigin
+    pooling_source: PoolingDecider
     num_dense: int
     is_normalised: bool
     max_length: int
@@ -365,7 +365,7 @@ class TimedEstimate(MemoryEstimate):
 
     programs: ProgramLayout
     num_programs: int
-    seconds_source: SecondsOrigin
+    seconds_source: SecondsBasis
     variants: tuple[TimedVariant, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -377,14 +377,14 @@ class TimedEstimate(MemoryEstimate):
 
     def lines(self) -> list[str]:
         hint = "; --measured measures it, -p CACHE_DIR=… reads it from a cache"
-        origin = f"time per call: {self.seconds_source}" + (hint if self.seconds_source == "unknown" else "")
+        basis = f"time per call: {self.seconds_source}" + (hint if self.seconds_source == "unknown" else "")
         times = [
             f"  {each.label:<22} {each.seconds * 1e3:9.2f} ms"
             + ("" if each.num_tokens is None else f"  {each.num_tokens / each.seconds:9.0f} tokens/s")
             for each in self.variants
             if each.seconds is not None
         ]
-        return [*super().lines(), origin, *times]
+        return [*super().lines(), basis, *times]
 
     def _fit_lines(self) -> list[str]:
         is_measured = self.seconds_source == "measured now" and self.available is not None

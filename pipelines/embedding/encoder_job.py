@@ -21,7 +21,7 @@ from staticllm.properties import resolve
 from ...compiler_passes.artifacts.blob_set import is_ours
 from ..launch.arguments import read_tokenizer
 from ..launch.genai_properties import from_genai
-from ..loading.kind import LoadJob, Origin
+from ..loading.kind import LoadJob, ProgramsFrom
 from ..loading.load import load_job
 from .encoder_files import EncoderFiles, read_encoder_files
 from .encoder_kind import EncoderChoices, EncoderJob, EncoderKind
@@ -105,7 +105,7 @@ class LoadedEncoder:
     max_length: int
     """In tokens."""
     vocab_size: int | None
-    origin: Origin = "compiled"
+    programs_from: ProgramsFrom = "compiled"
 
 
 def load_encoder(
@@ -135,4 +135,4 @@ def load_encoder(
         loaded.keep_costs()
         on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
     shape = loaded.programs.shape
-    return LoadedEncoder(loaded.runner, tokenizer, kind.files, shape.longest, shape.vocab_size, loaded.origin)
+    return LoadedEncoder(loaded.runner, tokenizer, kind.files, shape.longest, shape.vocab_size, loaded.programs_from)

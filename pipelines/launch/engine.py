@@ -38,9 +38,9 @@ ReadText: TypeAlias = Callable[[], EngineText | None]
 PRECISION = "INFERENCE_PRECISION_HINT"
 PAUSE_SECONDS = 0.02
 REST_SECONDS = 0.2
-"""How long an engine rests before programs of a blob set that its first answer does not need are imported."""
+"""How long an engine is idle before programs of a blob set that its first answer does not need are imported."""
 PATIENCE_SECONDS = 10.0
-"""The longest wait for that rest: an engine that always serves one request gets its other programs too."""
+"""The longest wait for that: an engine that always serves one request gets its other programs too."""
 
 
 @dataclass
@@ -223,7 +223,7 @@ class DeferredCompiler:
         yield self.store
 
     def _pauses(self) -> Iterator[Callable[[], None]]:
-        """Yield pauses until the engine has rested or has several requests, for at most ``PATIENCE_SECONDS``."""
+        """Yield pauses until the engine was idle long enough or has several requests, for at most ``PATIENCE_SECONDS``."""
         begin = time.perf_counter()
         busy = begin
         while (now := time.perf_counter()) < min(begin + PATIENCE_SECONDS, busy + REST_SECONDS):

@@ -132,7 +132,7 @@ class DeferredPrograms(Generic[V, S]):
     """
 
     waits_for_rest: ClassVar[bool] = False
-    """Whether that begins when the engine rests, or has several requests."""
+    """Whether that begins when the engine is idle, or has several requests."""
 
     def __init__(
         self,
@@ -213,7 +213,7 @@ class SecondProgram(DeferredPrograms[V, S]):
 class DeferredImports(DeferredPrograms[V, S]):
     """Programs of a blob set that are imported while those that any prompt needs serve. Their blobs were verified before.
 
-    They wait for a rest: the first answer would run slower beside an import, and a short program ends without one.
+    They wait for an idle engine: the first answer would run slower beside an import, and a short program ends without one.
     ``files`` are the variants of each file, ``import_file`` imports one. ``costs`` (seconds per call) are known of an earlier
     process, and ``kept_costs`` are stable ones.
     """

@@ -256,7 +256,7 @@ class LoadJob(Generic[K_co]):
 
 Job: TypeAlias = LoadJob[ProgramKind[V, S, R]]
 
-Origin = Literal["compiled", "blob", "cache"]
+ProgramsFrom = Literal["compiled", "blob", "cache"]
 """Where a loaded model's programs come from."""
 
 
@@ -268,7 +268,7 @@ class Loaded(Generic[V, S, R]):
     programs: CompiledPrograms[V, S]
     config: StaticLLMConfig
     """The config in force, where a blob set has decided what the user left open."""
-    origin: Origin
+    programs_from: ProgramsFrom
     deferred: DeferredPrograms[V, S] | None = None
     has_mapped_weights: bool = True
     """Whether weights are read from their file while the model runs."""

@@ -106,10 +106,10 @@ def log_mel(samples: Samples, config: MelConfig, on_block: Callable[[], object] 
     """
     num_frames = config.num_frames(len(samples))
     found = np.full((config.feature_size, num_frames), np.log10(LEAST_POWER), np.float32)
-    num_heard = min(num_frames, _ceil(len(samples) + config.n_fft // 2, config.hop_length))
-    for start in range(0, num_heard, BLOCK):
+    num_filled = min(num_frames, _ceil(len(samples) + config.n_fft // 2, config.hop_length))
+    for start in range(0, num_filled, BLOCK):
         on_block()
-        end = min(start + BLOCK, num_heard)
+        end = min(start + BLOCK, num_filled)
         found[:, start:end] = _log_power(_frames(samples, start, end, config), config)
     if not num_frames:
         return found
@@ -145,9 +145,9 @@ def _reflected(samples: Samples, first: int, last: int, config: MelConfig) -> Sa
     length = max(len(samples), config.window_samples)
     places = np.abs(np.arange(first, last))
     places = np.where(places >= length, 2 * (length - 1) - places, places)
-    is_heard = places < len(samples)
+    is_inside = places < len(samples)
     found = np.zeros(last - first, np.float32)
-    found[is_heard] = samples[places[is_heard]]
+    found[is_inside] = samples[places[is_inside]]
     return found
 
 

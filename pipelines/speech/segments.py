@@ -65,11 +65,11 @@ def segments_of(
 ) -> WindowSegments:
     """Return the segments of a window that begins ``offset`` seconds after its recording, as GenAI's ``extract_segments``.
 
-    Unlike there, no segment is later than ``seconds``, the end of the recording: the model also hears the silence after it.
+    Unlike there, no segment is later than ``seconds``, the end of the recording: the model also encodes the silence after it.
 
     ``tokens`` are those that were generated; the end of the text may be among them. Text after the last pair of timestamps was
     cut by the end of the window: it is dropped, and the next window begins at the pair. A window that ends with a single
-    timestamp, or without any, was heard to its end.
+    timestamp, or without any, was transcribed to its end.
     """
 
     def moment(token: int) -> float:

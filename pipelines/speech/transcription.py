@@ -204,7 +204,7 @@ class Transcriber:
         return found
 
     def _end_frame(self, num_frames: int, num_samples: int, options: WhisperOptions) -> int:
-        """Return the frame before which the recording ends. The model hears zeros after it.
+        """Return the frame before which the recording ends. The model encodes zeros after it.
 
         Where silence is to be found, it is treated as by openai-whisper and faster-whisper, for which the thresholds were chosen:
         zeros follow its last frame. Else, as by GenAI and transformers, silence follows a recording of less than a window.

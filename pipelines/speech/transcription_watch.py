@@ -99,7 +99,7 @@ class TranscriptionWatch:
 
     on_tokens: OnTokens = lambda tokens: True
     """Receives tokens of the text. If the recording has times, those of a window come together, at its end: what the
-    end of a window cuts off is heard again by the next one."""
+    end of a window cuts off is transcribed again with the next one."""
     on_window: Callable[[WindowHeard], object] = lambda window: None
     """Receives each window at its end."""
     cancellation: Cancellation = field(default_factory=Cancellation)

@@ -28,7 +28,7 @@ from .log_mel import Samples
 FRAME = 512
 """Samples of a frame of the network: 32 ms."""
 CONTEXT = 64
-"""Samples before a frame that the network hears with it."""
+"""Samples before a frame that the network reads with it."""
 STATE = (1, 1, 128)
 BLOCK = 4096
 """Frames in a call of the network of ``silero-vad``."""

@@ -462,8 +462,8 @@ FALL_BACK: Mapping[str, Any] = {
     "logprob_threshold": -1.0,
     "no_speech_threshold": 0.6,
 }
-"""The thresholds with which openai-whisper and faster-whisper hear, those of transformers for repetitions: the defaults of the
-server and of the command. The class has none, like GenAI's, so that noise becomes text there."""
+"""The thresholds with which openai-whisper and faster-whisper transcribe, those of transformers for repetitions: the defaults of
+the server and of the command. The class has none, like GenAI's, so that noise becomes text there."""
 
 
 def fall_back_value(name: str, value: object) -> Any:

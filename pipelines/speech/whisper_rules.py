@@ -16,7 +16,7 @@ def whisper_rules(options: WhisperOptions, has_timestamps: bool) -> SpeechRules:
 
 
 def language_rules(tokens: WhisperTokens) -> SpeechRules:
-    """Return the rules for the token after ``<|startoftranscript|>``, with which the model says what language it hears."""
+    """Return the rules for the token after ``<|startoftranscript|>``, with which the model says what language is spoken."""
     return SpeechRules(allowed_tokens=tuple(sorted(tokens.languages.values())))
 
 

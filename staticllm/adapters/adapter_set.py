@@ -28,12 +28,12 @@ class AdapterSet:
     alphas: tuple[float, ...]
     is_fused: bool = False
     """Whether they are folded into the weights with these alphas."""
-    origin: object = None
+    given: object = None
     """The object that the user gave."""
 
     @classmethod
     def of(
-        cls, members: Iterable[tuple[LoraAdapter, float]], is_fused: bool = False, origin: object = None
+        cls, members: Iterable[tuple[LoraAdapter, float]], is_fused: bool = False, given: object = None
     ) -> AdapterSet:
         """Return the set of adapters with their alphas. Equal adapters count once, with the sum of their alphas."""
         adapters = dict[str, LoraAdapter]()
@@ -41,7 +41,7 @@ class AdapterSet:
         for adapter, alpha in members:
             adapters.setdefault(adapter.name, adapter)
             alphas[adapter.name] = alphas.get(adapter.name, 0.0) + alpha
-        return cls(tuple(adapters.values()), tuple(alphas.values()), is_fused, origin)
+        return cls(tuple(adapters.values()), tuple(alphas.values()), is_fused, given)
 
     @property
     def num_bytes(self) -> int:

@@ -131,7 +131,7 @@ def loaded(model: str, options: dict[str, Any], shown: Progress, **properties: A
 
 
 def report_costs(model: str, options: dict[str, Any]) -> Report:
-    """Load a model, let its engine rest until it has measured costs, and compare planned with timed costs."""
+    """Load a model, let its engine be idle until it has measured costs, and compare planned with timed costs."""
     with progress("loading") as shown, loaded(model, options, shown) as pipe:
         from staticllm.pipelines.diagnostics.costs import compare_costs, wait_for_costs
 

@@ -165,7 +165,7 @@ class DeviceScheduler:
         self._waiting: list[DeviceRequest] = []
         self._running: list[DeviceRequest] = []
         self._used: dict[Owner, float] = {}  # seconds of each owner, as far as they count
-        self._floor = 0.0  # what a new or returning owner has used at least, so that rest gives no credit
+        self._floor = 0.0  # what a new or returning owner has used at least, so that idle time gives no credit
         self._due: dict[Owner, Due] = {}
         self._held: DeviceRequest | None = (
             None  # the last request that gave the device back, and until when it is waited for
