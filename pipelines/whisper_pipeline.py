@@ -149,7 +149,11 @@ class StaticWhisperPipeline:
 
     @property
     def engine(self) -> Engine:
-        """The engine of the decoder; embedding pipelines may share its device (``engine=``)."""
+        """The engine of the decoder; embedding pipelines may share its device (``engine=``).
+
+        Raises:
+            ConfigError: the engine is in the daemon.
+        """
         if not isinstance(self._model.engine, Engine):
             raise ConfigError("the engine is in the daemon: other models of this program do not run on it")
         return self._model.engine

@@ -137,7 +137,7 @@ def frequencies(header: GGUFHeader, half: int, own: str = _SHORT) -> NDArray[np.
 
 
 def factors(header: GGUFHeader, name: str, half: int) -> NDArray[np.float64]:
-    """Return what a tensor divides angles by; ones without it.
+    """Return what a tensor divides angles by, ``[half]``; ones without it.
 
     Raises:
         ModelError: it does not fit, or has zeros.

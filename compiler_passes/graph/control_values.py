@@ -105,7 +105,7 @@ def vocabulary_of(model: ov.Model) -> int | None:
 
 
 def random_ids(model: ov.Model, shape: Sequence[int], seed: int = 0) -> NDArray[np.int64]:
-    """Return token ids of a shape. They avoid both ends of the vocabulary, where padding tokens are."""
+    """Return token ids of this shape. They avoid both ends of the vocabulary, where padding tokens are."""
     vocabulary = vocabulary_of(model) or 64
     return np.random.default_rng(seed).integers(vocabulary // 4, max(vocabulary // 2, 1), shape)
 

@@ -159,7 +159,8 @@ class Diagnosis(Generic[K]):
     def report_on_npu(self, job: LoadJob[K]) -> NPUReport:
         """Compile a model for the target of its job, and describe its programs by the compiler's schedules.
 
-        Raises as ``compile_for_report``.
+        Raises:
+            StaticLLMError: as for ``compile_for_report``.
         """
         found = compile_for_report(job)
         return NPUReport(self.report_of(job, found.plan), found.described())
@@ -167,7 +168,8 @@ class Diagnosis(Generic[K]):
     def estimate_on_npu(self, job: LoadJob[K]) -> NPUEstimate:
         """Compile a model for the target of its job, and predict its times by the compiler's schedules, and its memory.
 
-        Raises as ``compile_for_report``.
+        Raises:
+            StaticLLMError: as for ``compile_for_report``.
         """
         found = compile_for_report(job)
         report = self.report_of(job, found.plan)
@@ -261,7 +263,11 @@ class Diagnosis(Generic[K]):
         return self.try_out(self.job(directory, device, {}, on_progress))
 
     def original(self, job: LoadJob[K]) -> Callable[[Mapping[str, NDArray[Any]]], Mapping[str, NDArray[Any]]]:
-        """Return the original, from inputs by port name to outputs: the exported graph, whose ports have the programs' names."""
+        """Return the original, from inputs by port name to outputs: the exported graph, whose ports have the programs' names.
+
+        Raises:
+            ModelError: the CPU cannot compile it.
+        """
         model = job.read_model()
         try:
             compiled = get_core().compile_model(model, "CPU", dict(EXACT))

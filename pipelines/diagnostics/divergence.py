@@ -157,7 +157,8 @@ def _divergence(true: NDArray[np.float64], other: NDArray[np.float64]) -> NDArra
 
 
 def reference_texts(models_path: Path) -> tuple[list[list[int]], list[Logits]]:
-    """Return texts that the original in f32 writes, sampled at temperature 1 with a fixed seed, and its logits after each token.
+    """Return texts that the original in f32 writes, sampled at temperature 1 with a fixed seed, and its logits ``[n, vocab]``
+    after each token.
 
     Such texts are typical of the model, which greedy texts are not: they tend to repeat themselves.
     """

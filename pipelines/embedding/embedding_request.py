@@ -132,7 +132,7 @@ class EmbeddingRequest:
         return self.deadline is not None and now >= self.deadline
 
     def put(self, index: int, vector: Vectors) -> None:
-        """Store the vector of one text; after the last one, deliver all vectors."""
+        """Store the vector ``[width]`` of one text; after the last one, deliver all vectors."""
         self.vectors[index] = vector
         with self._lock:
             self.num_done += 1
@@ -159,7 +159,9 @@ class EmbeddingRequest:
             self.news.put(None)
 
     def wait(self, on_progress: Callable[[int, int], None] | None = None) -> Vectors:
-        """Return what ``collect`` returns; an exception, also of ``on_progress`` and Ctrl-C, cancels the request."""
+        """Return the vectors ``[n, width]`` as ``collect`` does; an exception, also of ``on_progress`` and Ctrl-C, cancels the
+        request.
+        """
         try:
             return self.collect(on_progress)
         except BaseException:

@@ -167,7 +167,11 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         return bool(self.chosen.score_tokens) or self.pooling in (None, "last")
 
     def check_graph(self, model: ov.Model, directory: Path) -> None:
-        """Check that the model is an encoder, or a decoder of which it is said how its vectors are pooled."""
+        """Check that the model is an encoder, or a decoder of which it is said how its vectors are pooled.
+
+        Raises:
+            ModelError: it is neither, or made of a GGUF file.
+        """
         check_kind(model, directory, "encoder", self.can_embed)
         given = given_as(directory)
         if given != str(directory):
@@ -245,7 +249,11 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
 
     @staticmethod
     def check_stored(shape: EncoderShape, content: Mapping[str, Any]) -> None:
-        """Check the choices, the layout, the pooling and the longest text."""
+        """Check the choices, the layout, the pooling and the longest text.
+
+        Raises:
+            ValueError: one of them is impossible.
+        """
         stored(EncoderSetChoices, content["config"])
         ProgramKind.check_stored(shape, content)
         if content["programs"] not in ("separate", "blocks", "shared"):

@@ -113,9 +113,11 @@ def launch(
 ) -> Launched:
     """Load a model for the first device that can run it, and start an engine, which keeps ``token_bound``.
 
-    ``host``: the engine that owns the device; None if the new one does.
+    ``host`` is the engine that owns the device; None if the new one does.
 
-    Raises as ``load`` does; a ``DeviceError`` (no device can run the model) has the message of the last device.
+    Raises:
+        DeviceError: no device can run the model; the message is that of the last one.
+        StaticLLMError: as for ``load``.
     """
     begin = time.perf_counter()
     first = candidates[0]
@@ -186,7 +188,8 @@ def _warn_of_length(directory: Path, config: StaticLLMConfig) -> None:
 def load_first(directory: Path, candidates: Sequence[Candidate], on_progress: OnProgress) -> LoadedDevice:
     """Load a model for the first device that can run it. A device that is missing or refuses is reported to ``on_progress``.
 
-    Raises as ``launch`` does.
+    Raises:
+        StaticLLMError: as for ``launch``.
     """
     for index, candidate in enumerate(candidates, 1):
         try:

@@ -94,7 +94,11 @@ class TextReader:
         return self._files
 
     def engine_text(self) -> EngineText:
-        """Return what an engine needs of the tokenizer; the first grammar reads the vocabulary. Raises as ``files``."""
+        """Return what an engine needs of the tokenizer; the first grammar reads the vocabulary.
+
+        Raises:
+            StaticLLMError: as for ``files``.
+        """
         files = self.files()
         return EngineText(files.tools.decode, GrammarCompiler(partial(read_vocabulary, files.tokenizer)))
 

@@ -61,7 +61,11 @@ class BackgroundLoader:
         return self._thread.has_begun and not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until everything is loaded; return False after ``timeout`` seconds. Raises what stopped the work."""
+        """Wait until everything is loaded; return False after ``timeout`` seconds.
+
+        Raises:
+            StaticLLMError: what stopped the work.
+        """
         if self._thread.has_begun:
             self._thread.join(timeout)
         if not self.is_done:

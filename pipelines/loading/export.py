@@ -149,7 +149,11 @@ class SetPlace(Generic[V, S, R]):
 
 
 def export_set(job: Job[V, S, R], target: Path) -> Manifest:
-    """Compile a model, write a blob set to ``target``, a new folder, and return its manifest. Raises as ``load``."""
+    """Compile a model, write a blob set to ``target``, a new folder, and return its manifest.
+
+    Raises:
+        StaticLLMError: as for ``load``.
+    """
     check_new(target)
     SetPlace(job, target).put(compile_for_export(job), {})
     return read_manifest(target, job.key)

@@ -121,8 +121,10 @@ class ProgramKind(ABC, Generic[V, S, R]):
     def plan(self, job: Job[V, S, R], for_blobs: bool = False, start: StartWith = "all programs") -> CompilePlan[V, S]:
         """Read and lower the model; nothing is compiled. ``for_blobs``: whether its programs will be exported.
 
-        Raises as ``lower``, ``ModelError`` (a file is missing or damaged, or the model is of another kind) and ``ConfigError``
-        (an NPU elsewhere takes no programs of this layout).
+        Raises:
+            ModelError: a file is missing or damaged, or the model is of another kind.
+            ConfigError: an NPU elsewhere takes no programs of this layout.
+            StaticLLMError: as for ``lower``.
         """
         begin = time.perf_counter()
         config = job.config

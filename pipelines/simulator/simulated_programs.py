@@ -162,7 +162,9 @@ def prompt_of(arrival: Arrival) -> tuple[int, ...]:
 
 
 def next_logits(tokens: Tokens) -> Logits:
-    """Return the logits of the simulated model: any token of answers follows a prompt, and each of them follows itself."""
+    """Return the logits ``[n, vocab]`` of the simulated model: any token of answers follows a prompt, and each of them follows
+    itself.
+    """
     return _LOGITS.take(tokens, 0, mode="clip")
 
 

@@ -142,7 +142,8 @@ class _Piece:
 def read_audio(file: AudioFile, max_seconds: float = MAX_SECONDS) -> Samples:
     """Return the samples ``[n]`` of a file at 16 kHz, as ``read_recording``, with silence before a sound that begins later.
 
-    Raises as that function.
+    Raises:
+        StaticLLMError: as for ``read_recording``.
     """
     found = read_recording(file, max_seconds)
     silence = np.zeros(round(max(0.0, found.start) * RATE), np.float32)

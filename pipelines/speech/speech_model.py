@@ -250,13 +250,16 @@ def load_speech(
 ) -> SpeechModel:
     """Load a speech model for the first device that can run it; a device that refuses is reported to ``on_progress``.
 
-    ``host``: the engine that owns the first of the devices; None for an engine for jobs alone, as on any other device.
-    ``shared_bound``: the bound between two tokens of an engine that shares its device with those of other models, which it takes
-    turns with; None if it does not.
+    Args:
+        files, candidates, policy, on_progress: As for ``launch``.
+        num_windows: The windows that are decoded together.
+        heads: Layer and head of the attentions that align text and speech; none if no words are wanted.
+        host: The engine that owns the first of the devices; None for an engine for jobs alone, as on any other device.
+        shared_bound: The bound between two tokens of an engine that shares its device with those of other models, which
+            it takes turns with; None if it does not.
 
-    ``heads``: layer and head of the attentions that align text and speech; none if no words are wanted.
-
-    Raises as ``StaticWhisperPipeline``.
+    Raises:
+        StaticLLMError: as for ``StaticWhisperPipeline``.
     """
     for index, candidate in enumerate(candidates, 1):
         try:

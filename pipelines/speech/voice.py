@@ -138,7 +138,7 @@ def _by_openvino(path: Path) -> Detector:
 def windows_as_found(
     samples: Samples, detect: Detector, max_samples: int, on_part: Callable[[], object] = lambda: None
 ) -> Iterator[Interval]:
-    """Yield the windows of ``speech_windows`` in their order, each as soon as nothing later can change it.
+    """Yield the windows of ``speech_windows`` of samples ``[n]`` in their order, each as soon as nothing later can change it.
 
     ``on_part`` is called before the next part of the recording is searched; an exception in it ends the search.
     """

@@ -83,7 +83,8 @@ class AdapterSet:
     def matrices(
         self, groups: Sequence[AdaptedGroup], adapter_type: AdapterType = "f32"
     ) -> dict[str, NDArray[np.float32] | NDArray[np.uint16]]:
-        """Return port → the matrices of all adapters, with the factors of their files, in the rows and columns of the groups.
+        """Return port → the matrices of all adapters, ``a [rank, in_size]`` and ``b [out_size, rank]``, with the factors of their
+        files.
 
         Those of the type ``bf16`` are the bits of its numbers as uint16.
         """

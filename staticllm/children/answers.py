@@ -24,7 +24,11 @@ def refused(error: BaseException) -> Message:
 
 
 def check(answer: Message) -> None:
-    """Raise the ``StaticLLMError`` that an answer reports."""
+    """Check that an answer reports no error.
+
+    Raises:
+        StaticLLMError: the error that it reports, or the answer is damaged.
+    """
     try:
         error = error_of(answer)
     except ValueError as damaged:

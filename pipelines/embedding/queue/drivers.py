@@ -294,7 +294,7 @@ def share_time(texts: Sequence[QueuedText], seconds: float) -> None:
 
 
 def hand_out(text: QueuedText, vector: Vectors) -> None:
-    """Give a vector to the request of its text, or an error if it is not finite."""
+    """Give a vector ``[width]`` to the request of its text, or an error if it is not finite."""
     if np.isfinite(vector).all():
         text.request.put(text.index, vector)
     else:

@@ -59,7 +59,8 @@ class Option:
         """Return ``value`` as a number of this option. ``is_drawn``: whether the request draws tokens.
 
         Raises:
-            ConfigError: it is none, or outside the bounds; the message names both.
+            ConfigError: it is no whole number, or outside the bounds; the message names both.
+            GenerationConfigError: the same of a number that need not be whole.
         """
         if self.is_whole:
             return whole(name, value, int(self.least), int(self.most))
