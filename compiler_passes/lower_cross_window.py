@@ -37,7 +37,11 @@ class LoweredForOneWindow(Generic[S]):
     reports: tuple[PassReport, ...] = ()
 
     def specialise(self, variant: CrossWindowVariant, is_static: bool = True) -> ov.Model:
-        """Return the model of one variant's program. ``is_static``: check that every shape in it is static."""
+        """Return the model of one variant's program.
+
+        Args:
+            is_static: Whether to check that every shape in it is static.
+        """
         model = self.model.clone()
         if is_static:
             check_static(model, self.stage, str(variant))

@@ -132,7 +132,11 @@ class Port:
         return {axis: size for axis, size in found.items() if size is not None}
 
     def shape_at(self, own: Sequence[int | None], variant: Variant) -> tuple[int, ...]:
-        """Return the shape at one variant. ``own``: the port's static sizes, which are kept, and None for the others."""
+        """Return the shape at one variant.
+
+        Args:
+            own: The port's static sizes, which are kept, and None for the others.
+        """
         ranges = self.ranges(len(own), CallSizes.of(variant))
         return tuple(ranges[axis][0] if size is None else size for axis, size in enumerate(own))
 

@@ -43,9 +43,11 @@ class ResolvedConfig:
 def resolve(
     properties: Mapping[str, Any], supported: Collection[str] = (), others: Collection[str] | None = None
 ) -> ResolvedConfig:
-    """Read properties with GenAI's names into a config. ``supported``: the names that the device accepts.
+    """Read properties with GenAI's names into a config.
 
-    ``others``: the other names that a misspelled one may stand for; None for those of language models.
+    Args:
+        supported: The names that the device accepts.
+        others: The other names that a misspelled one may stand for; None for those of language models.
 
     Raises:
         ConfigError: a name is unknown (the message has the nearest known one), or a value is impossible.

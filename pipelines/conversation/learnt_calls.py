@@ -183,9 +183,12 @@ def _common_end(one: str, other: str) -> str:
 def take_learnt_calls(
     stream: TextStream, output: Output, learnt: LearntCalls, functions: Mapping[str, Types], marker: str
 ) -> Steps[None]:
-    """Take the calls after ``marker``, one of ``openings``. ``functions``: the schemas of parameters, by function.
+    """Take the calls after ``marker``, one of ``openings``.
 
     In place of a call there may be JSON (``take_call_objects``).
+
+    Args:
+        functions: The schemas of parameters, by function.
     """
     opening, closing = (tokens_of(text) for text in learnt.wrapper)
     before = tokens_of(learnt.before)

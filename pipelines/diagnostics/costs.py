@@ -39,7 +39,8 @@ class CostComparison:
 def wait_for_costs(engine: Engine, seconds: float, on_progress: Callable[[int, int], None] = lambda *_: None) -> bool:
     """Leave the engine idle until all wanted costs are measured, at most ``seconds``; return whether they are.
 
-    ``on_progress``: (costs measured, costs wanted).
+    Args:
+        on_progress: Gets the numbers of costs that are measured and wanted.
     """
     until = time.monotonic() + seconds
     total = engine.run_between_steps(lambda: engine.runner.probe.num_left)

@@ -94,7 +94,11 @@ class Diagnosis(Generic[K]):
         on_progress: OnProgress = lambda event: None,
         check: Callable[[ov.Core, object], str] = check_device,
     ) -> LoadJob[Any]:
-        """Return the job for a directory. ``properties``: those of a user. ``check`` refuses devices by a ``DeviceError``."""
+        """Return the job for a directory. ``check`` refuses devices by a ``DeviceError``.
+
+        Args:
+            properties: The user's, with GenAI's names.
+        """
         name = check(get_core(), device)
         resolved = resolve(properties, known_properties(get_core(), name))
         return LoadJob(self.kind(), directory, name, resolved.config, on_progress, resolved.explicit)
@@ -191,7 +195,11 @@ class Diagnosis(Generic[K]):
         )
 
     def predicted(self, job: LoadJob[K], found: CompiledForReport, is_repriced: bool) -> PredictedTimes | None:
-        """Return the predicted times of a decoder; None for other kinds. ``is_repriced``: with 4-bit reads by their bytes."""
+        """Return the predicted times of a decoder; None for other kinds.
+
+        Args:
+            is_repriced: Whether 4-bit reads are priced by their bytes.
+        """
         del job, found, is_repriced
         return None
 

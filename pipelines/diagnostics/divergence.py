@@ -64,7 +64,11 @@ class TextDivergence:
 
     @classmethod
     def of(cls, expected: Logits, found: Logits, following: list[int]) -> TextDivergence:
-        """Compare logits ``[tokens, vocab]`` with those of the reference. ``following``: the next tokens."""
+        """Compare logits ``[tokens, vocab]`` with those of the reference.
+
+        Args:
+            following: The next tokens.
+        """
         true = _log_softmax(expected)
         other = _log_softmax(found)
         places = np.arange(len(following))
@@ -91,8 +95,11 @@ def measure_divergence(
 ) -> Iterator[Divergence]:
     """Yield the divergence of every setting of this processor, those that the calibration chose among them, and of the original.
 
-    The original with the plugin's defaults stores keys and values in 8 bits, as GenAI does. ``on_progress``: (settings measured,
-    all settings). ``text`` is divided into passages of ``PASSAGE_LEN`` tokens; without it, the original writes texts.
+    The original with the plugin's defaults stores keys and values in 8 bits, as GenAI does. ``text`` is divided into passages of
+    ``PASSAGE_LEN`` tokens; without it, the original writes texts.
+
+    Args:
+        on_progress: Gets the numbers of settings that are measured, and of all.
 
     Raises:
         ConfigError: the device is not a CPU; the text is shorter than a passage; and what ``prepare`` raises.
@@ -126,7 +133,11 @@ def compare(label: str, expected: list[Logits], found: list[Logits]) -> Divergen
 
 
 def summary(label: str, texts: list[TextDivergence], parts: tuple[str, ...] = ()) -> Divergence:
-    """Return what was found in all texts. ``parts``: the parts of the work for which the calibration chose this setting."""
+    """Return what was found in all texts.
+
+    Args:
+        parts: The parts of the work for which the calibration chose this setting.
+    """
     joined = TextDivergence.joined(texts)
     means = [each.divergences.mean() for each in texts]
     mean = float(joined.divergences.mean())

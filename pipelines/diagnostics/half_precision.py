@@ -91,7 +91,8 @@ class RoundToF16(Op):  # type: ignore[misc]
 def round_to_f16(model: ov.Model, extremes: Extremes | None = None, has_whole_norms: bool = True) -> int:
     """Round every number that an NPU would hold while it runs ``model``, which is changed; return how many nodes are rounded.
 
-    ``has_whole_norms``: compute norms in one piece, else round their squares, too.
+    Args:
+        has_whole_norms: Whether norms are computed in one piece; else their squares are rounded, too.
     """
     flow = Dataflow.of(model)
     inside = {node.get_instance_id() for node in _inner_nodes(model)} if has_whole_norms else set()

@@ -81,7 +81,11 @@ class CompiledForReport:
         )
 
     def seconds(self, is_repriced: bool) -> dict[Any, float]:
-        """Return the predicted seconds per call of each variant. ``is_repriced``: with 4-bit reads by their bytes."""
+        """Return the predicted seconds per call of each variant.
+
+        Args:
+            is_repriced: Whether 4-bit reads are priced by their bytes.
+        """
         found = {variant: self._described_program(variant) for variant in self.chains}
         return {variant: (each.repriced_us if is_repriced else each.us) * _US for variant, each in found.items()}
 

@@ -77,7 +77,10 @@ def encoder_job(
 
 
 def encoder_config(device: str, properties: Mapping[str, object], names: Sequence[str] = ()) -> StaticLLMConfig:
-    """Return the config of an encoder. ``names``: other options, for which a misspelled property may stand.
+    """Return the config of an encoder.
+
+    Args:
+        names: Other options, for which a misspelled property may stand.
 
     Raises:
         ConfigError: a property is unknown, is no option of an encoder, or its value is impossible.

@@ -55,9 +55,10 @@ REST_ROWS, BEGINNINGS = (8, 12, 16, 24, 32, 48, 64, 96, 128), (32, 64, MOST_TOKE
 def continuing_for(longest: int, is_shared: bool, rows: int = CHUNK_ROWS) -> tuple[EncoderVariant, ...]:
     """Return the variants that continue texts of up to ``longest`` tokens: at most one, or several if they share a program.
 
-    ``rows``: those of a call that continues a text, unless it shares a program.
-
     In a shared program, a text can go on after any number of its tokens: a beginning may be kept, and chunks may be short.
+
+    Args:
+        rows: The rows of a call that continues a text, unless it shares a program.
     """
     if not is_shared:
         most = -(-longest // rows) * rows - rows  # all chunks but the last one are full

@@ -320,8 +320,11 @@ def job_of(
 ) -> DecoderJob:
     """Check directory and device, resolve ``KV_CACHE_GB`` to a number of KV slots, and fit the host pool to ``MEMORY_LIMIT_MB``.
 
-    ``explicit``: names of the config's fields that the user gave. If it is None, the fields whose values differ from their
-    defaults. ``check`` raises a ``DeviceError`` for a device that cannot be used.
+    ``check`` raises a ``DeviceError`` for a device that cannot be used.
+
+    Args:
+        explicit: Names of the config's fields that the user gave. If it is None, the fields whose values differ from
+            their defaults.
 
     Raises:
         ModelError: the directory is missing or incomplete.

@@ -48,9 +48,12 @@ def import_set(
     programs_from: ProgramsFrom,
     fingerprint: Fingerprint | None = None,
 ) -> Loaded[V, S, R]:
-    """Import every program of a set and warm them up. ``fingerprint``: the job's; it is computed here if it is None.
+    """Import every program of a set and warm them up.
 
     The model's files are compared while the blobs are read; nothing is imported before both are done.
+
+    Args:
+        fingerprint: The job's; it is computed here if it is None.
 
     Raises:
         BlobError: the set is damaged, or was made for something else.

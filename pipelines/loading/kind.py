@@ -100,7 +100,10 @@ class ProgramKind(ABC, Generic[V, S, R]):
 
     @abstractmethod
     def lower(self, job: Job[V, S, R], opened: OpenedModel, start: StartWith) -> CompilePlan[V, S]:
-        """Lower the model, and choose the variants of its programs. ``start``: those that are compiled before it serves.
+        """Lower the model, and choose the variants of its programs.
+
+        Args:
+            start: The programs that are compiled before it serves.
 
         Raises:
             UnsupportedModelError: a pass cannot lower it.
@@ -119,7 +122,10 @@ class ProgramKind(ABC, Generic[V, S, R]):
         """
 
     def plan(self, job: Job[V, S, R], for_blobs: bool = False, start: StartWith = "all programs") -> CompilePlan[V, S]:
-        """Read and lower the model; nothing is compiled. ``for_blobs``: whether its programs will be exported.
+        """Read and lower the model; nothing is compiled.
+
+        Args:
+            for_blobs: Whether its programs will be exported.
 
         Raises:
             ModelError: a file is missing or damaged, or the model is of another kind.

@@ -73,8 +73,10 @@ def validate(
 ) -> Iterator[tuple[Check, DeviceModel]]:
     """Calibrate, predict and measure four workloads under each policy; yield each check and the device calibrated for it.
 
-    ``rate`` is in requests per second; None for 60 % of the maximum rate that the simulator finds. ``seed``: of the arrivals,
-    which are the same for the simulator and the engine.
+    ``rate`` is in requests per second; None for 60 % of the maximum rate that the simulator finds.
+
+    Args:
+        seed: The seed of the arrivals, which are the same for the simulator and the engine.
 
     Raises:
         StaticLLMError: the model cannot be loaded, or a request failed.

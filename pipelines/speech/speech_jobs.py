@@ -57,10 +57,13 @@ def speech_jobs(
 ) -> SpeechJobs:
     """Return the jobs of a speech model for one device.
 
-    ``num_windows``: the windows that are decoded together. ``heads``: layer and head of the attentions that align text and
-    speech; none if no words are wanted. ``check`` raises a ``DeviceError`` for a device that cannot be used. ``shares_engine``:
-    whether requests of other models may use the device; the encoder then runs in blocks, unless the user or a blob set has
-    chosen its programs.
+    ``check`` raises a ``DeviceError`` for a device that cannot be used.
+
+    Args:
+        num_windows: The windows that are decoded together.
+        heads: Layer and head of the attentions that align text and speech; none if no words are wanted.
+        shares_engine: Whether requests of other models may use the device; the encoder then runs in blocks, unless the
+            user or a blob set has chosen its programs.
 
     Raises:
         ConfigError: a field has no meaning for speech.

@@ -7,7 +7,11 @@ from .whisper_config import WhisperOptions, WhisperTokens
 
 
 def whisper_rules(options: WhisperOptions, has_timestamps: bool) -> SpeechRules:
-    """Return the rules for one window. ``has_timestamps``: whether timestamps are generated."""
+    """Return the rules for one window.
+
+    Args:
+        has_timestamps: Whether timestamps are generated.
+    """
     tokens = options.tokens
     timestamps = TimestampParams(tokens.eos, tokens.timestamp_begin, options.max_initial_timestamp_index)
     return SpeechRules(

@@ -159,7 +159,8 @@ class AnswerReader:
     def read(self, until: float | None, has_echo: bool = False) -> Iterator[TextDelta]:
         """Yield the increments of all answers as this thread's reader; raise TimeoutError after the moment ``until``.
 
-        ``has_echo``: the prompt comes first if it is part of the answer and was not read yet.
+        Args:
+            has_echo: Whether the prompt comes first if it is part of the answer and was not read yet.
         """
         token = object()
         try:

@@ -35,7 +35,8 @@ def model_and_prompt(
 ) -> ModelAndPrompt:
     """Return what ``[MODEL] [PROMPT]`` are. ``named`` is the model that ``-m`` gives; then the argument is the prompt.
 
-    ``answering``: what answers without a model.
+    Args:
+        answering: What answers without a model.
 
     Raises:
         UsageError: there are too many arguments, the model is given twice, or a single word looks like the name of a model.
@@ -72,7 +73,10 @@ def model_directory(path: str | None, hint: str = "", takes_parts: bool = False)
 
     A name on Hugging Face is downloaded if it is not in the cache.
 
-    ``takes_parts``: a model in several graphs is one too. ``hint`` is added to the message about a path that does not exist.
+    ``hint`` is added to the message about a path that does not exist.
+
+    Args:
+        takes_parts: Whether a model in several graphs is one too.
 
     Raises:
         ModelError: there is no OpenVINO model; the message says what is there and which command helps.

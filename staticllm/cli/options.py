@@ -186,7 +186,10 @@ def read_properties(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_properties(found: Mapping[str, Any], flags: Mapping[str, str], pairs: list[tuple[str, str]]) -> dict[str, Any]:
-    """Return the properties of flags and of ``-p`` options. ``flags``: the property of each flag, with underscores.
+    """Return the properties of flags and of ``-p`` options.
+
+    Args:
+        flags: The property of each flag, with underscores.
 
     Raises:
         UsageError: one of them is given by its flag and by ``-p``, of which one would be ignored.

@@ -25,7 +25,10 @@ class InferRequest(Protocol):
     """An infer request of one client. One thread at a time may call; any may call ``set_priority`` and ``cancel``."""
 
     def call(self, inputs: Mapping[int, Array], priority: int, wants_last: bool) -> CallResult:
-        """Run a call on ``inputs`` by index. ``wants_last``: the client reads only the logits after the last token.
+        """Run a call on ``inputs`` by index.
+
+        Args:
+            wants_last: Whether the client reads only the logits after the last token.
 
         Raises:
             RuntimeError: OpenVINO refused the inputs.

@@ -190,9 +190,10 @@ def stopped_pid(folder: Path) -> int | None:
 def listen(folder: Path, wait_seconds: float | None = None) -> mp.Listener:
     """Return the daemon's listener, which does not check keys yet; the lock of the only daemon must be held.
 
-    ``wait_seconds``: after so long without a connection, ``accept`` raises a ``TimeoutError`` (not for the pipes of
-    Windows). A signal that reaches another thread, as after a suspension, is handled by the thread that accepts only when
-    it returns.
+    Args:
+        wait_seconds: After so long without a connection, ``accept`` raises a ``TimeoutError`` (not for the pipes of
+            Windows). A signal that reaches another thread, as after a suspension, is handled by the thread that accepts
+            only when it returns.
 
     Raises:
         EndpointError, OSError: the address cannot be used.

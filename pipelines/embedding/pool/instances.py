@@ -66,7 +66,8 @@ class Instance(Protocol):
     def embed(self, texts: Sequence[TokenizedText], priority: int = 0) -> Vectors:
         """Return the vectors ``[n, width]`` of the texts. One that is not finite belongs to a text that fails alone, too.
 
-        ``priority``: the highest of the texts, for a device that others use as well.
+        Args:
+            priority: The highest of the texts, for a device that others use as well.
 
         Raises:
             WorkerLostError: the worker process ended.

@@ -180,8 +180,10 @@ class JobDriver(QueueDriver):
     def next_job(self, max_seconds: float | None = None) -> JobView | None:
         """Return the next call as a policy sees it; None if no text waits.
 
-        ``max_seconds``: no call with fewer texts than that would take longer; None for no limit. The job has the highest
-        priority of all texts that wait, because they wait for its end.
+        The job has the highest priority of all texts that wait, because they wait for its end.
+
+        Args:
+            max_seconds: No call with fewer texts than that would take longer; None for no limit.
         """
         self._end_late()
         with self._lock:

@@ -216,7 +216,11 @@ class BatchingDelay:
         self._is_urgent = self._is_urgent or request.priority > 0 or request.deadline is not None
 
     def serve(self, num_requests: int, seconds: float, is_last: bool, now: float) -> None:
-        """Count the requests of a call that took ``seconds``, before they end; ``is_last``: nothing else waits."""
+        """Count the requests of a call that took ``seconds``, before they end.
+
+        Args:
+            is_last: Whether nothing else waits.
+        """
         self._num_served = num_requests + (0 if self._num_come else self._num_served)
         self._num_come = 0
         self._is_urgent = False

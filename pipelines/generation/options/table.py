@@ -56,7 +56,10 @@ class Option:
         return isinstance(self.default, int)
 
     def check(self, name: str, value: object, is_drawn: bool = True) -> float:
-        """Return ``value`` as a number of this option. ``is_drawn``: whether the request draws tokens.
+        """Return ``value`` as a number of this option.
+
+        Args:
+            is_drawn: Whether the request draws tokens.
 
         Raises:
             ConfigError: it is no whole number, or outside the bounds; the message names both.

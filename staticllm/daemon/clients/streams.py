@@ -81,7 +81,7 @@ class OutputStream:
     ) -> CompileTimes | None:
         """Submit a request of the client; its outputs follow under the client's own ``number``.
 
-        ``window``: the one that the request sees. Return what its grammar took to compile; None without one.
+        Return what its grammar took to compile; None without one. ``window`` is the one that the request sees.
 
         Raises:
             BusyError: the client or the engine has too many requests.

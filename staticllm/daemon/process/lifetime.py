@@ -33,7 +33,8 @@ OTHER_PROTOCOL = re.compile(r"speaks protocol \d+, the daemon (\d+):")
 def serve(folder: Path, limits: DaemonLimits | None = None, worker_of: int | None = None) -> None:
     """Run the daemon of a runtime folder until it is stopped or idle for too long. Logs to ``daemon.log``.
 
-    ``worker_of``: the only process that this daemon serves; the daemon ends with it.
+    Args:
+        worker_of: The only process that this daemon serves; the daemon ends with it.
 
     Raises:
         StaticLLMError: another daemon serves this folder.
