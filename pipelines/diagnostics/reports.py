@@ -278,7 +278,7 @@ class MemoryEstimate:
     bytes: Mapping[str, int]
     """An entry per part."""
     needed: int
-    """Their sum."""
+    """The sum of these bytes."""
     available: int | None
     """None if the device does not report its memory, or if it was measured what the model takes; so is ``fits``."""
     fits: bool | None
