@@ -104,7 +104,9 @@ EXPOSE_ADAPTERS: Pass[StepGraph, LoweringOptions] = Pass(
 def decoder_passes(device: str, platform: str = "") -> PassPipeline[StepGraph, LoweringOptions]:
     """Return the passes for a device, such as ``CPU`` or ``GPU.0``, by its kind.
 
-    ``platform``: that of an NPU, such as ``4000``. Programs for an unknown one have the forms that every platform takes.
+    Args:
+        platform: The platform of an NPU, such as ``4000``. Programs for an unknown one have the forms that every platform
+            takes.
     """
     if kind(device) == "NPU":
         return DECODER_NPU_WIDE if platform in WIDE_PLATFORMS else DECODER_NPU

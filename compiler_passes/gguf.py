@@ -50,8 +50,10 @@ class _Graph:
 def make_stateful(model: ov.Model, window: int | None = None, scale: float | None = None) -> None:
     """Change a model of the frontend in place.
 
-    ``window``: the tokens that layers with sliding windows see; all layers have one if the model does not tell them apart.
-    ``scale``: by what the products of queries and keys are multiplied, which the model has in f16; None keeps that.
+    Args:
+        window: The tokens that layers with sliding windows see; all layers have one if the model does not tell them
+            apart.
+        scale: By what the products of queries and keys are multiplied, which the model has in f16; None keeps that.
 
     Raises:
         UnsupportedModelError: the graph has inputs that no decoder has, or windows of an unknown length.

@@ -36,7 +36,8 @@ class LoweredModel:
     def specialise(self, variant: Variant, is_static: bool = True) -> ov.Model:
         """Return the model of one variant's program, after the passes of its sizes.
 
-        ``is_static``: check before them that every shape in it is static.
+        Args:
+            is_static: Whether to check before them that every shape in it is static.
 
         Raises:
             UnsupportedModelError: one is not.

@@ -28,15 +28,20 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class LoweredForOneWindow(Generic[S]):
-    """A model of fixed sizes of which a call has one window; ``stage`` is named in errors."""
+    """A model of fixed sizes of which a call has one window."""
 
     model: ov.Model
     shape: S
     stage: str
+    """Named in errors."""
     reports: tuple[PassReport, ...] = ()
 
     def specialise(self, variant: CrossWindowVariant, is_static: bool = True) -> ov.Model:
-        """Return the model of one variant's program. ``is_static``: check that every shape in it is static."""
+        """Return the model of one variant's program.
+
+        Args:
+            is_static: Whether to check that every shape in it is static.
+        """
         model = self.model.clone()
         if is_static:
             check_static(model, self.stage, str(variant))

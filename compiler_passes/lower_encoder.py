@@ -28,23 +28,24 @@ from .pass_pipeline import EncoderOptions, PassPipeline, PassReport
 
 @dataclass(frozen=True)
 class LoweredEncoder:
-    """An encoder after its passes, with any batch, rows and texts. ``specialise`` and ``share`` set its sizes.
-
-    ``reasons``: why texts cannot share a sequence; empty if they can. ``continued``: its form with ports for earlier rows, if it
-    has one, for the variants that continue a text.
-    """
+    """An encoder after its passes, with any batch, rows and texts. ``specialise`` and ``share`` set its sizes."""
 
     model: ov.Model
     shape: EncoderShape
     reports: tuple[PassReport, ...]
     reasons: tuple[str, ...] = ()
+    """Why texts cannot share a sequence; empty if they can."""
     continued: ov.Model | None = None
+    """Its form with ports for earlier rows, if it has one, for the variants that continue a text."""
 
     def specialise(self, variant: EncoderVariant, is_static: bool = True) -> ov.Model:
-        """Return the model of one variant's program. ``is_static``: check that every shape in it is static.
+        """Return the model of one variant's program.
 
         As many rows as heads are refused: with both sizes static, OpenVINO 2026.4's CPU plugin computes wrong values in some
         models (``tests/cpu/passes/test_encoders.py``).
+
+        Args:
+            is_static: Whether to check that every shape in it is static.
 
         Raises:
             ValueError: the variant has more rows than the model allows, or as many as it has heads.

@@ -21,11 +21,13 @@ KindName = Literal["decoder", "encoder", "decoder embedder"]
 
 @dataclass(frozen=True)
 class ModelKind:
-    """One kind of model. ``what`` names it with what its graph has; ``remedy`` says what can be done with it."""
+    """One kind of model."""
 
     name: KindName
     what: str
+    """Names it with what its graph has."""
     remedy: str
+    """What can be done with it."""
 
 
 DECODER = ModelKind(
@@ -96,7 +98,10 @@ def is_lowered_as(kind: ModelKind | None, wanted: KindName, can_embed: bool = Fa
 
 
 def check_kind(model: ov.Model, directory: Path, wanted: KindName, can_embed: bool = False) -> ModelKind:
-    """Return the kind of a model. ``can_embed``: whether the files or the user say how a decoder's vectors are pooled.
+    """Return the kind of a model.
+
+    Args:
+        can_embed: Whether the files or the user say how a decoder's vectors are pooled.
 
     Raises:
         ModelError: it is not of the ``wanted`` kind; the message says what it is, and what to do with it.

@@ -23,56 +23,55 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class LoweringOptions:
-    """The options of the passes.
-
-    ``max_len``: the most tokens of a sequence. ``kv_type``: the element type of the KV slots. If the model's head is
-    cut, ``is_normalised`` says whether embeddings have length 1. ``adapters``: the shapes of adapters that become inputs,
-    of the element type ``adapter_type``. ``cross_window_len`` and ``num_cross_windows``: the frames of a window of
-    cross-attention, and how many windows its inputs hold.
-    """
+    """The options of the passes."""
 
     max_len: int
+    """The most tokens of a sequence."""
     kv_type: KVType = "f32"
+    """The element type of the KV slots."""
     is_normalised: bool = True
+    """Whether embeddings have length 1, if the model's head is cut."""
     adapters: tuple[AdapterLayout, ...] = ()
+    """The shapes of adapters that become inputs."""
     adapter_type: AdapterType = "f32"
+    """The element type of those inputs."""
     cross_window_len: int = 0
+    """The frames of a window of cross-attention."""
     num_cross_windows: int = 0
+    """How many windows its inputs hold."""
 
 
 @dataclass(frozen=True)
 class EncoderOptions:
-    """The options of the passes of an encoder.
-
-    ``max_rows``: the most rows of any variant. ``dense``: Dense modules after pooling. ``is_normalised``: whether embeddings have
-    length 1. These two do not concern cross-encoders. ``score_tokens``: the tokens whose logits are the scores, for a causal
-    language model that ranks texts.
-    """
+    """The options of the passes of an encoder. ``dense`` and ``is_normalised`` do not concern cross-encoders."""
 
     max_rows: int = 512
+    """The most rows of any variant."""
     dense: tuple[Dense, ...] = ()
+    """Dense modules after pooling."""
     is_normalised: bool = True
+    """Whether embeddings have length 1."""
     score_tokens: tuple[int, ...] = ()
+    """The tokens whose logits are the scores, for a causal language model that ranks texts."""
 
 
 @dataclass(frozen=True)
 class Pass(Generic[Graph, Options]):
-    """A named entry of a pipeline. ``run`` changes the graph in place and adds a note of what it matched."""
+    """A named entry of a pipeline."""
 
     name: str
     run: Callable[[Graph, Options], None]
+    """Changes the graph in place and adds a note of what it matched."""
 
 
 @dataclass(frozen=True)
 class VariantPass(Generic[Graph]):
-    """A named pass that depends on the sizes of a program, so it runs on the model of each variant that it ``applies`` to.
-
-    ``run`` changes the model, whose shapes are static, in place, and returns the number of places that it changed.
-    """
+    """A named pass that depends on the sizes of a program, so it runs on the model of each variant that it ``applies`` to."""
 
     name: str
     applies: Callable[[Variant], bool]
     run: Callable[[Graph, ov.Model], int]
+    """Changes the model, whose shapes are static, in place, and returns the number of places that it changed."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +86,11 @@ class PassReport:
 
 @dataclass(frozen=True)
 class PassPipeline(Generic[Graph, Options]):
-    """Passes in the order in which they run. A kind of model, or a device, that needs other passes has its own pipeline.
-
-    ``variant_passes`` run later, on the model of one variant.
-    """
+    """Passes in the order in which they run. A kind of model, or a device, that needs other passes has its own pipeline."""
 
     passes: tuple[Pass[Graph, Options], ...]
     variant_passes: tuple[VariantPass[Graph], ...] = ()
+    """Run later, on the model of one variant."""
 
     def without(self, name: str) -> PassPipeline[Graph, Options]:
         """Return the pipeline without the pass of this name, which may be one of its variants.

@@ -1,7 +1,7 @@
 """Captions of what the microphone hears: python live_captions.py MODEL_DIR [--file RECORDING]. Ctrl-C ends it.
 
-It needs staticllm[speech,examples], and on Linux PortAudio. Once a second, the model hears the sentence so far again. A word
-settles when two texts in turn have it at the same place, or when the speaker pauses; it never changes then. Others are grey.
+It needs staticllm[speech,examples], and on Linux PortAudio. Once a second, the model transcribes the sentence so far again. A
+word settles when two texts in turn have it at the same place, or when the speaker pauses; it never changes then. Others are grey.
 """
 
 import argparse

@@ -344,6 +344,9 @@ class StaticLLMPipeline:
         """The engine that owns the device, for other models on it: ``StaticEmbeddingPipeline(path, engine=llm.engine)``.
 
         Its own methods are not part of the stable API.
+
+        Raises:
+            ConfigError: the engine is in the daemon.
         """
         if not isinstance(self._launched.engine, Engine):
             raise ConfigError("the engine is in the daemon: other models of this program do not run on it")
@@ -367,6 +370,7 @@ class StaticLLMPipeline:
         """Wait until all programs are compiled. Return False if that takes longer than ``timeout`` seconds.
 
         Raises:
+            ConfigError: ``timeout`` is no number of seconds.
             StaticLLMError: compiling failed; the programs that are ready continue to serve.
         """
         if timeout is not None and (as_float(timeout) is None or not 0 <= timeout <= threading.TIMEOUT_MAX):

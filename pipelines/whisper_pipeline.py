@@ -149,7 +149,11 @@ class StaticWhisperPipeline:
 
     @property
     def engine(self) -> Engine:
-        """The engine of the decoder; embedding pipelines may share its device (``engine=``)."""
+        """The engine of the decoder; embedding pipelines may share its device (``engine=``).
+
+        Raises:
+            ConfigError: the engine is in the daemon.
+        """
         if not isinstance(self._model.engine, Engine):
             raise ConfigError("the engine is in the daemon: other models of this program do not run on it")
         return self._model.engine
@@ -178,8 +182,8 @@ class StaticWhisperPipeline:
             streamer: A callable that takes text, or an ``openvino_genai.StreamerBase`` that takes lists of tokens, as they come.
                 It runs in the calling thread; its exceptions reach the caller, and the pipeline stays usable.
             priority: Recordings with a higher priority are served first; those below 0 are proactive: nobody waits for them.
-            parallel_windows: Cut the recording where there is silence, and hear this many of its windows together. None: each
-                begins where the text of the one before it ended, as in GenAI.
+            parallel_windows: Cut the recording where there is silence, and transcribe this many of its windows together. None:
+                each begins where the text of the one before it ended, as in GenAI.
             kwargs: Fields of ``WhisperGenerationConfig``, which override both configs.
 
         Raises:
@@ -224,7 +228,7 @@ class StaticWhisperPipeline:
         _check_callable("on_window", on_window, "a WindowHeard")
         samples = check_samples(raw_speech_input)
         if samples is raw_speech_input or samples.base is not None:
-            samples = samples.copy()  # the caller's buffer may get its next sound before this one was heard
+            samples = samples.copy()  # the caller's buffer may get its next sound before this one was read
         options = self._options(generation_config, kwargs)
         stream = _Stream(None if on_text is None else make_sink(lambda text: _told(on_text, text)), self._tools.decode)
         watch = TranscriptionWatch(stream.push, (lambda window: None) if on_window is None else on_window)
@@ -268,7 +272,11 @@ class StaticWhisperPipeline:
         return copy_whisper_config(self._generation_config)
 
     def set_generation_config(self, config: genai.WhisperGenerationConfig) -> None:
-        """Replace the options that calls start from. Raises ``GenerationConfigError``."""
+        """Replace the options that calls start from.
+
+        Raises:
+            GenerationConfigError: ``config`` is something else, or has an impossible value.
+        """
         if not isinstance(config, genai.WhisperGenerationConfig):
             raise GenerationConfigError(f"config is a {type(config).__name__}: must be a WhisperGenerationConfig")
         own = completed(config, self._generation_config)
@@ -289,7 +297,7 @@ class StaticWhisperPipeline:
 
     @property
     def sampling_rate(self) -> int:
-        """Samples per second that the model hears."""
+        """Samples per second that the model takes."""
         return self._mel.sampling_rate
 
     def decode(self, tokens: Sequence[int]) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Callable
 from enum import Enum
+from itertools import pairwise
 from typing import Any
 
 import staticllm
@@ -74,8 +77,31 @@ def _entry(name: str, thing: Any) -> str:
     constructor = "" if name in RETURNED else f"```python\n{name}{_signature(thing)}\n```"
     parts = [f"## {name}", constructor, _prose(thing)]
     if isinstance(thing, type):
+        parts += [_attributes(thing)]
         parts += [_member(name, member) for member in _members(thing)]
     return "\n\n".join(part for part in parts if part)
+
+
+def field_docs(owner: type) -> dict[str, str]:
+    """Return what stands under the fields of a class and of its bases among ours, by field."""
+    found: dict[str, str] = {}
+    for base in reversed([base for base in owner.__mro__ if base.__module__.startswith("staticllm.")]):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in pairwise(definition.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(written))):
+                    found[name] = " ".join(written.split())
+    return found
+
+
+def _attributes(owner: type) -> str:
+    entries = [f"- `{name}`: {text}" for name, text in field_docs(owner).items() if not name.startswith("_")]
+    lines = [
+        textwrap.fill(entry, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        for entry in entries
+    ]
+    return "\n".join(("**Attributes**", "", *lines)).replace("``", "`") if lines else ""
 
 
 def _members(owner: type) -> list[Member]:
@@ -92,7 +118,9 @@ def _member(owner: str, member: Member) -> str:
     if isinstance(value, property):
         return f"### {owner}.{name}\n\n{_prose(value)}".rstrip()
     function: Callable[..., Any] = value.__func__ if isinstance(value, classmethod) else value
-    return f"### {owner}.{name}\n\n```python\n{name}{_signature(function)}\n```\n\n{_prose(function)}".rstrip()
+    fields = f"\n\n{_attributes(value)}" if isinstance(value, type) and not issubclass(value, Enum) else ""
+    text = f"### {owner}.{name}\n\n```python\n{name}{_signature(function)}\n```\n\n{_prose(function)}"
+    return f"{text}{fields}".rstrip()
 
 
 def _signature(thing: Any) -> str:

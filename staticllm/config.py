@@ -211,105 +211,100 @@ def _default(item: Field[Any]) -> Any:
 class StaticLLMConfig:
     """How a model is laid out on a device and served. Lengths are in tokens.
 
-    Args:
-        max_prompt_len: The longest prompt (``MAX_PROMPT_LEN``).
-        min_response_len: Tokens for which there is room after the longest prompt (``MIN_RESPONSE_LEN``).
-        programs: ``separate`` compiles one static program per variant, ``blocks`` the same as chains of blocks that share
-            the weights, ``shared`` one program for all, ``phases`` one for decoding and one for the rest, ``few_rows`` one for
-            calls of few rows and one for the rest. ``auto`` depends on the device: blocks on an NPU; on CPU and GPU phases if
-            the weights are under 256 MiB, on a CPU few_rows if they are under 1 GiB and a probe finds that the second copy of
-            them pays, else shared. On a CPU phases have a third program for calls of few rows, if that pays (``PROGRAMS``).
-        prefill_rows: Sizes of the prefill programs, None for the default buckets (``PREFILL_ROWS``).
-        prefill_kv_lens: KV slots that a prefill program can see; 0 is a program without past (``PREFILL_KV_LENS``).
-        generate_kv_lens: KV slots that a generate program can see (``GENERATE_KV_LENS``).
-        kv_cache_precision: Element type of the KV slots, None for the device's default (``KV_CACHE_PRECISION``).
-        prefix_caching: Keep the KV slots of conversations and reuse the longest common prefix (``PREFIX_CACHING``).
-        measure_costs: Measure the costs of calls while the pipeline is idle, after the first request. A request that arrives
-            meanwhile waits for one call, which takes up to about 0.15 s. While others use the processors, a tenth of the time is
-            used (``MEASURE_COSTS``).
-        max_num_seqs: Requests that decode together, None for 16, or for 4 with ``PROGRAMS=separate`` (``MAX_NUM_SEQS``).
-        kv_slots: KV slots that all requests share, None for those of 4 longest sequences, or of 2 if each variant has a program
-            of its own (``KV_SLOTS``).
-        kv_cache_gb: Memory of the KV slots in GB, instead of their number; at least one longest sequence (``KV_CACHE_GB``).
-        host_kv_slots: KV slots in host memory, for swapped requests and for conversations kept for their prefix;
-            None for 16 longest sequences (``HOST_KV_SLOTS``).
-        prompt_lookup: Draft the tokens of every request by prompt lookup, also of those whose options do not ask for it
-            (``PROMPT_LOOKUP``, docs/generation.md).
-        memory_limit_mb: The most private memory in MB (10^6 bytes) that the process should have on a CPU, by estimate. If two
-            programs would exceed it, there is one; if one would, loading fails. The host pool gets what is left. None for no
-            limit (``MEMORY_LIMIT_MB``).
-        max_waiting: Requests whose prompts may wait to begin, however many answers or beams each has; further requests are
-            refused with ``BusyError`` (``MAX_WAITING``).
-        scheduler: The scheduling policy: ``dynamic``, ``fcfs``, ``prefill_first``, ``decode_first``, ``chunked`` or
-            ``ratio`` (``SCHEDULER``, docs/scheduling.md).
-        ttft_ms: Target for the time to first token, ms; None for as soon as possible (``TTFT_MS``).
-        tpot_ms: Target for the time between two tokens, ms; None for a bound relative to a decode step (``TPOT_MS``).
-        gap_ms: The longest time that a request which has begun should wait for a place among the running ones, ms; None for
-            until one ends (``GAP_MS``, docs/scheduling.md).
-        cache_dir: Folder of blob sets, from which programs that were compiled before are loaded; None for no cache
-            (``CACHE_DIR``).
-        cache_mode: ``OPTIMIZE_SIZE`` writes blobs without weights, if the device can, and reads the weights beside the IR;
-            ``OPTIMIZE_SPEED`` writes whole blobs (``CACHE_MODE``).
-        cache_limit_gb: Size of the cache, GB; the least recently used sets are removed (``CACHE_LIMIT_GB``).
-        cache_encryption_callbacks: ``(encrypt, decrypt)``, from bytes to bytes, for blobs on disk
-            (``CACHE_ENCRYPTION_CALLBACKS``).
-        weights_decryption_callback: Decrypts the bytes of an encrypted weights file; blobs then contain the weights
-            (``WEIGHTS_DECRYPTION_CALLBACK``).
-        blob_path: A blob set that is loaded instead of compiling, or written with ``export_blob`` (``BLOB_PATH``).
-        export_blob: Compile and write the set to ``blob_path``, or ``openvino_model.blob`` beside the IR (``EXPORT_BLOB``).
-        integrity_key: Secret bytes of the application: blob sets and snapshots are signed with them (keyed BLAKE2b), and those
-            with another signature or none are refused (``INTEGRITY_KEY``, docs/security.md).
-        weights_path: The weights file, if it is not beside the IR (``WEIGHTS_PATH``).
-        background_compile: Serve as soon as the fewest programs are compiled, and compile the others meanwhile. None for yes, but
-            on a CPU only for the program for few rows, and only if no blobs are written; and of a blob set a program that only
-            calls of several requests need (``BACKGROUND_COMPILE``).
-        serve_from_cpu: Serve from the CPU until the device's programs are compiled (``SERVE_FROM_CPU``).
-        device_properties: OpenVINO properties for every program.
-        prefill_config: More properties for prefill programs (``PREFILL_CONFIG``).
-        generate_config: More properties for generate programs (``GENERATE_CONFIG``).
-        adapters: LoRA adapters, None for none. Pipelines make it of ``adapters=AdapterConfig(...)``.
-        cross_windows: The windows that the model's cross-attention sees, None for a model without it. Pipelines make it.
-
     Raises:
         ConfigError: a value is impossible.
     """
 
     max_prompt_len: int = _row(1024, partial(whole, least=1))
+    """The longest prompt (``MAX_PROMPT_LEN``)."""
     min_response_len: int = _row(128, partial(whole, least=1))
+    """Tokens for which there is room after the longest prompt (``MIN_RESPONSE_LEN``)."""
     programs: Programs = _row("auto", partial(one_of, allowed=PROGRAMS))
+    """``separate`` compiles one static program per variant, ``blocks`` the same as chains of blocks that share the weights,
+    ``shared`` one program for all, ``phases`` one for decoding and one for the rest, ``few_rows`` one for calls of few rows and
+    one for the rest. ``auto`` depends on the device: blocks on an NPU; on CPU and GPU phases if the weights are under 256 MiB,
+    on a CPU few_rows if they are under 1 GiB and a probe finds that the second copy of them pays, else shared. On a CPU phases
+    have a third program for calls of few rows, if that pays (``PROGRAMS``)."""
     prefill_rows: tuple[int, ...] | None = _row(None, partial(_sizes, least=1))
+    """Sizes of the prefill programs, None for the default buckets (``PREFILL_ROWS``)."""
     prefill_kv_lens: tuple[int, ...] | None = _row(None, partial(_sizes, least=0))
+    """KV slots that a prefill program can see; 0 is a program without past (``PREFILL_KV_LENS``)."""
     generate_kv_lens: tuple[int, ...] | None = _row(None, partial(_sizes, least=1))
+    """KV slots that a generate program can see (``GENERATE_KV_LENS``)."""
     kv_cache_precision: KVType | None = _row(None, _kv_type)
+    """Element type of the KV slots, None for the device's default (``KV_CACHE_PRECISION``)."""
     prefix_caching: bool = _row(True, switch)
+    """Keep the KV slots of conversations and reuse the longest common prefix (``PREFIX_CACHING``)."""
     measure_costs: bool = _row(True, switch)
+    """Measure the costs of calls while the pipeline is idle, after the first request. A request that arrives meanwhile waits
+    for one call, which takes up to about 0.15 s. While others use the processors, a tenth of the time is used
+    (``MEASURE_COSTS``)."""
     max_num_seqs: int | None = _row(None, _num_seqs)
+    """Requests that decode together, None for 16, or for 4 with ``PROGRAMS=separate`` (``MAX_NUM_SEQS``)."""
     kv_slots: int | None = _row(None, partial(whole, least=1, most=1 << 24))
+    """KV slots that all requests share, None for those of 4 longest sequences, or of 2 if each variant has a program of its own
+    (``KV_SLOTS``)."""
     kv_cache_gb: float | None = _row(None, partial(_positive, unit="a number of GB", most=MAX_LEN))
+    """Memory of the KV slots in GB, instead of their number; at least one longest sequence (``KV_CACHE_GB``)."""
     host_kv_slots: int | None = _row(None, partial(whole, least=0, most=1 << 24))
+    """KV slots in host memory, for swapped requests and for conversations kept for their prefix; None for 16 longest sequences
+    (``HOST_KV_SLOTS``)."""
     prompt_lookup: bool = _row(False, switch)
+    """Draft the tokens of every request by prompt lookup, also of those whose options do not ask for it (``PROMPT_LOOKUP``,
+    docs/generation.md)."""
     memory_limit_mb: int | None = _row(None, partial(whole, least=1, most=1 << 24))
+    """The most private memory in MB (10^6 bytes) that the process should have on a CPU, by estimate. If two programs would
+    exceed it, there is one; if one would, loading fails. The host pool gets what is left. None for no limit
+    (``MEMORY_LIMIT_MB``)."""
     max_waiting: int = _row(128, partial(whole, least=1, most=1 << 24))
+    """Requests whose prompts may wait to begin, however many answers or beams each has; further requests are refused with
+    ``BusyError`` (``MAX_WAITING``)."""
     scheduler: Scheduler = _row("dynamic", _scheduler)
+    """The scheduling policy: ``dynamic``, ``fcfs``, ``prefill_first``, ``decode_first``, ``chunked`` or ``ratio``
+    (``SCHEDULER``, docs/scheduling.md)."""
     ttft_ms: float | None = _row(None, _milliseconds)
+    """Target for the time to first token, ms; None for as soon as possible (``TTFT_MS``)."""
     tpot_ms: float | None = _row(None, _milliseconds)
+    """Target for the time between two tokens, ms; None for a bound relative to a decode step (``TPOT_MS``)."""
     gap_ms: float | None = _row(500.0, _milliseconds)
+    """The longest time that a request which has begun should wait for a place among the running ones, ms; None for until one
+    ends (``GAP_MS``, docs/scheduling.md)."""
     cache_dir: str | None = _row(None, _path)
+    """Folder of blob sets, from which programs that were compiled before are loaded; None for no cache (``CACHE_DIR``)."""
     cache_mode: CacheMode = _row("OPTIMIZE_SIZE", _cache_mode)
+    """``OPTIMIZE_SIZE`` writes blobs without weights, if the device can, and reads the weights beside the IR;
+    ``OPTIMIZE_SPEED`` writes whole blobs (``CACHE_MODE``)."""
     cache_limit_gb: float = _row(20.0, partial(_positive, unit="a number of GB"))
+    """Size of the cache, GB; the least recently used sets are removed (``CACHE_LIMIT_GB``)."""
     cache_encryption_callbacks: tuple[Crypt, Crypt] | None = _row(None, _crypts, repr=False)
+    """``(encrypt, decrypt)``, from bytes to bytes, for blobs on disk (``CACHE_ENCRYPTION_CALLBACKS``)."""
     weights_decryption_callback: Crypt | None = _row(None, _crypt, repr=False)
+    """Decrypts the bytes of an encrypted weights file; blobs then contain the weights (``WEIGHTS_DECRYPTION_CALLBACK``)."""
     blob_path: str | None = _row(None, _path)
+    """A blob set that is loaded instead of compiling, or written with ``export_blob`` (``BLOB_PATH``)."""
     export_blob: bool = _row(False, switch)
+    """Compile and write the set to ``blob_path``, or ``openvino_model.blob`` beside the IR (``EXPORT_BLOB``)."""
     integrity_key: bytes | None = _row(None, _key, repr=False)
+    """Secret bytes of the application: blob sets and snapshots are signed with them (keyed BLAKE2b), and those with another
+    signature or none are refused (``INTEGRITY_KEY``, docs/security.md)."""
     weights_path: str | None = _row(None, _path)
+    """The weights file, if it is not beside the IR (``WEIGHTS_PATH``)."""
     background_compile: bool | None = _row(None, switch)
+    """Serve as soon as the fewest programs are compiled, and compile the others meanwhile. None for yes, but on a CPU only for
+    the program for few rows, and only if no blobs are written; and of a blob set a program that only calls of several requests
+    need (``BACKGROUND_COMPILE``)."""
     serve_from_cpu: bool = _row(False, switch)
+    """Serve from the CPU until the device's programs are compiled (``SERVE_FROM_CPU``)."""
     device_properties: Mapping[str, object] = _properties_row()
+    """OpenVINO properties for every program."""
     prefill_config: Mapping[str, object] = _properties_row()
+    """More properties for prefill programs (``PREFILL_CONFIG``)."""
     generate_config: Mapping[str, object] = _properties_row()
+    """More properties for generate programs (``GENERATE_CONFIG``)."""
     adapters: AdapterSet | None = _row(None, _adapters, repr=False)
+    """LoRA adapters, None for none. Pipelines make it of ``adapters=AdapterConfig(...)``."""
     cross_windows: CrossWindows | None = _row(None, _cross_windows, repr=False)
+    """The windows that the model's cross-attention sees, None for a model without it. Pipelines make it."""
 
     def __post_init__(self) -> None:
         """Parse each value, then check values against each other.

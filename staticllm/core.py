@@ -46,16 +46,18 @@ MAX_ANSWERS = 128
 class Variant:
     """The sizes of a step program.
 
-    ``rows`` (S) is the number of tokens that one call processes, ``kv_len`` (T) the number of KV slots that it sees,
-    ``sequences`` the number of sequences that can share the rows. Each sequence has logits after its last row; ``extra_logits``
-    is the number of further rows with logits, for example to check drafts. A program with KV length 0 has no past and runs the
-    first chunks of new prompts. A program with one row per sequence decodes.
+    A program with KV length 0 has no past and runs the first chunks of new prompts. A program with one row per sequence
+    decodes.
     """
 
     rows: Size
+    """The number of tokens that one call processes (S)"""
     kv_len: Count
+    """The number of KV slots that it sees (T)"""
     sequences: Size = 1
+    """The number of sequences that can share the rows; each has logits after its last row."""
     extra_logits: Count = 0
+    """The number of further rows with logits, for example to check drafts."""
 
     WORK_SECONDS: ClassVar[Work] = (8e-3, 1e-3, 1.2e-7, 1e-6, 0.0)
 
@@ -82,11 +84,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class KVState:
-    """A state that grows by one slot per token: keys or values of one layer, ``[1, heads, slots, head_dim]``.
-
-    A ``u8`` state has a second state for its scales, ``[1, heads, slots, 2]``: the size of one unit, and the smallest value.
-    A state of cross-attention (``is_cross``) holds the frames of windows instead, and no step changes it.
-    """
+    """A state that grows by one slot per token: keys or values of one layer, ``[1, heads, slots, head_dim]``."""
 
     layer: Count
     role: Literal["key", "value"]
@@ -95,7 +93,9 @@ class KVState:
     head_dim: Size
     kv_type: KVType = "f32"
     is_scale: bool = False
+    """Whether it holds the scales of a ``u8`` state, ``[1, heads, slots, 2]``: the size of one unit, and the smallest value."""
     is_cross: bool = False
+    """Whether it is of cross-attention: it holds the frames of windows, and no step changes it."""
 
     @property
     def past_name(self) -> str:
@@ -121,15 +121,14 @@ class KVState:
 
 @dataclass(frozen=True)
 class RecurrentState:
-    """A state of fixed size that every step replaces, as in short convolutions, state spaces and linear attention.
-
-    ``shape`` begins with a batch of 1; ``dtype`` is numpy's name of the state's element type in the model.
-    """
+    """A state of fixed size that every step replaces, as in short convolutions, state spaces and linear attention."""
 
     index: Count
     variable_id: Name
     shape: tuple[Size, ...]
+    """Begins with a batch of 1."""
     dtype: Annotated[str, Meta(pattern="^(float32|float16|int64|int32)$")] = "float32"
+    """Numpy's name of the state's element type in the model."""
 
     @property
     def num_bytes(self) -> int:
@@ -150,14 +149,12 @@ class RecurrentState:
 
 @dataclass(frozen=True)
 class MaskKind:
-    """The positions that a token sees: all before it, its last ``window`` tokens, or those that a ``table`` gives.
-
-    A table is read from the model's own mask: ``first_seen[q]`` is the first position that the token at position q sees.
-    """
+    """The positions that a token sees: all before it, its last ``window`` tokens, or those that a ``table`` gives."""
 
     window: Size | None = None
     table: Annotated[str, Meta(max_length=256)] = ""
     first_seen: tuple[Count, ...] = field(default=(), compare=False, repr=False)
+    """Of a table, read from the model's own mask: by the position of a token, the first position that it sees."""
 
     def first(self, query: int) -> int:
         """Return the first position that the token at position ``query`` sees; it sees all from there to itself."""
@@ -190,15 +187,14 @@ slots and rows that a step sees, ``[1, 1, S, 1]`` for its own rows."""
 
 @dataclass(frozen=True)
 class CrossWindows:
-    """The windows that a model with cross-attention sees: for speech, 30 s of a recording each.
-
-    ``model_file``: its IR in the model directory, which also holds that of its encoder. ``cross_window_len``: the frames
-    of one window. ``num_cross_windows``: how many windows a program sees at once.
-    """
+    """The windows that a model with cross-attention sees: for speech, 30 s of a recording each."""
 
     model_file: Name
+    """Its IR in the model directory, which also holds that of its encoder."""
     cross_window_len: Size
+    """The frames of one window."""
     num_cross_windows: Size
+    """How many windows a program sees at once."""
 
     @property
     def frames(self) -> tuple[int, int]:
@@ -228,13 +224,14 @@ class AdaptedPart:
 class AdaptedGroup:
     """Matrices of a model that read the same values and that adapters change: ``y += (x @ a.T * scales) @ b.T``.
 
-    All adapters are in ``a [rank, in_size]`` and ``b [out_size, rank]`` side by side; ``scales`` chooses among them for each row
-    of a call. ``out_size`` counts the columns of all matrices of the group.
+    All adapters are in ``a [rank, in_size]`` and ``b [out_size, rank]`` side by side; ``scales`` chooses among them for each
+    row of a call.
     """
 
     index: Count
     in_size: Size
     out_size: Size
+    """The number of columns of all matrices of the group."""
     parts: tuple[AdaptedPart, ...]
 
     @property
@@ -343,30 +340,32 @@ class CrossWindowShape:
 
 @dataclass(frozen=True)
 class AlignmentShape:
-    """The sizes of a program that says which frames of a window the tokens of a text look at.
-
-    ``rows``: the most tokens of a text; ``num_heads``: the attentions whose weights it returns. ``states``: those of
-    cross-attention, of one window.
-    """
+    """The sizes of a program that says which frames of a window the tokens of a text look at."""
 
     rows: Size
+    """The most tokens of a text."""
     num_heads: Size
+    """The attentions whose weights it returns."""
     cross_window_len: Size
     states: tuple[KVState, ...]
+    """The states of cross-attention, of one window."""
 
 
 @dataclass(frozen=True, order=True)
 class EncoderVariant:
-    """The sizes of an encoder program: ``batch`` (B) sequences of ``rows`` (S) tokens each, and ``texts`` (R), the most texts.
+    """The sizes of an encoder program.
 
-    A sequence holds one text, or several texts after each other if the model is packable. With ``past`` (P) above 0, a call
-    continues one text: its rows see the keys and values of up to P tokens before them.
+    A sequence holds one text, or several texts after each other if the model is packable.
     """
 
     batch: Size
+    """Sequences of a call (B)"""
     rows: Size
+    """Tokens of each sequence (S)"""
     texts: Size
+    """The most texts (R)"""
     past: Count = 0
+    """Above 0, a call continues one text: its rows see the keys and values of up to this many tokens before them (P)"""
 
     WORK_SECONDS: ClassVar[Work] = (1e-3, 1e-4, 2.5e-8, 1e-7)
 
@@ -426,47 +425,48 @@ PortSize = Annotated[int, Meta(ge=1, le=1 << 16)]
 
 @dataclass(frozen=True)
 class EncoderShape:
-    """The inputs and the output of a lowered encoder: the contract between its passes and the host.
-
-    ``width``: the numbers per text in the output: the size of an embedding, or the number of a cross-encoder's labels.
-    ``pooling``: the only pooling that is right for the model; None if the host may choose. ``first_position``: the position
-    of a text's first token. ``max_rows``: the most rows of any program. If the model is not packable, each sequence of a
-    call holds one text, which begins at its first row; if it is not batchable, a call has one sequence. ``unsafe_rows``:
-    numbers of rows for which no static program is made, because they are also the number of heads. ``head``: what became of
-    the head of a causal language model: it was ``cut``, or it computes the logits of a few ``tokens``; ``none`` for models
-    that have no such head. ``shares_prefixes``: whether texts that begin alike may share the rows of their beginning.
-    ``skipped_id``: tokens with this id have the position before the first, and those after them are counted without them;
-    None if all tokens are counted. ``past``: the heads and the head size of the keys or values in each past port, for a
-    model whose calls can continue a text; else it is empty. ``longest``: the most tokens of a text that its programs hold;
-    0 before these are chosen. ``vocab_size``: the number of token ids; None if it is unknown.
-    """
+    """The inputs and the output of a lowered encoder: the contract between its passes and the host."""
 
     output: Literal["embeddings", "scores"]
     width: Size
+    """The numbers per text in the output: the size of an embedding, or the number of a cross-encoder's labels."""
     masks: tuple[EncoderMask, ...]
     max_rows: Size
+    """The most rows of any program."""
     pooling: Pooling | None = None
+    """The only pooling that is right for the model; None if the host may choose."""
     has_positions: bool = True
     first_position: Count = 0
+    """The position of a text's first token."""
     has_token_types: bool = False
     is_packable: bool = True
+    """Whether a sequence of a call can hold several texts; else one, which begins at its first row."""
     is_batchable: bool = True
+    """Whether a call can have several sequences."""
     unsafe_rows: tuple[Size, ...] = ()
+    """Numbers of rows for which no static program is made, because they are also the number of heads."""
     head: Literal["none", "cut", "tokens"] = "none"
+    """What became of the head of a causal language model: it was ``cut``, or it computes the logits of a few ``tokens``;
+    ``none`` for models that have no such head."""
     shares_prefixes: bool = False
+    """Whether texts that begin alike may share the rows of their beginning."""
     skipped_id: Count | None = None
+    """Tokens with this id have the position before the first, and those after them are counted without them; None if all tokens
+    are counted."""
     past: tuple[tuple[PortSize, PortSize], ...] = ()
+    """The heads and the head size of the keys or values in each past port, for a model whose calls can continue a text; else it
+    is empty."""
     longest: Count = 0
+    """The most tokens of a text that its programs hold; 0 before these are chosen."""
     vocab_size: Annotated[int, Meta(ge=1, le=1 << 32)] | None = None
+    """The number of token ids; None if it is unknown."""
 
 
 class ProgramVariant(Protocol):
-    """The sizes of a program of any kind of model: a frozen dataclass of ``Size`` and ``Count``, which can be compared.
-
-    ``WORK_SECONDS`` holds the seconds per amount of each part of ``work`` before anything is measured.
-    """
+    """The sizes of a program of any kind of model: a frozen dataclass of ``Size`` and ``Count``, which can be compared."""
 
     WORK_SECONDS: ClassVar[Work]
+    """The seconds per amount of each part of ``work`` before anything is measured."""
 
     @property
     def rows(self) -> int:
@@ -529,10 +529,8 @@ Stage = Literal[
 class ProgressEvent:
     """One part of loading: number ``index`` of ``total`` in its ``stage``, finished after ``seconds`` of work.
 
-    ``variant`` is None in stages that do not concern one variant. A part that may take minutes (compiling a variant) is also
-    announced before it starts, with ``is_done`` False and ``seconds`` 0. While any part runs, the same event comes four times a
-    second, with the ``seconds`` so far. ``part`` is the estimated fraction of this part that is done, and ``fraction`` that of
-    all that happens before ``ready``: it grows with every such event, and is 1 from ``ready`` on.
+    A part that may take minutes (compiling a variant) is also announced before it starts, with ``is_done`` False and
+    ``seconds`` 0. While any part runs, the same event comes four times a second, with the ``seconds`` so far.
 
     At ``ready`` requests can be served, and ``seconds`` counts from the start; at ``complete`` all variants are compiled.
     ``fallback`` and ``error`` have their reason in ``message``.
@@ -543,10 +541,13 @@ class ProgressEvent:
     total: int
     seconds: float
     variant: ProgramVariant | None = None
+    """None in stages that do not concern one variant."""
     is_done: bool = True
     message: str = ""
     part: float = 0.0
+    """The estimated fraction of this part that is done."""
     fraction: float = 0.0
+    """The estimated fraction of all that happens before ``ready``: it grows with every such event, and is 1 from ``ready`` on."""
 
 
 OnProgress = Callable[[ProgressEvent], None]

@@ -116,13 +116,11 @@ class BlobError(StaticLLMError):
 
 
 class BusyError(StaticLLMError):
-    """Too many requests or texts wait already. The call had no effect: try again, or load with a larger limit.
-
-    ``retry_after`` is the predicted number of seconds after which a call like this one would succeed; infinite if it never
-    would, and None if nothing is predicted.
-    """
+    """Too many requests or texts wait already. The call had no effect: try again, or load with a larger limit."""
 
     retry_after: float | None
+    """The predicted seconds after which a call like this one would succeed; infinite if it never would, None if nothing is
+    predicted."""
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -215,8 +213,8 @@ def to_wire(error: BaseException) -> dict[str, Any]:
     return {"type": names[0], "bases": names[1 : MAX_BASES + 1], "text": _text_of(error)[:MAX_SENT], "fields": sent}
 
 
-def from_wire(values: object, origin: str = "") -> StaticLLMError:
-    """Return the error that ``to_wire`` described in another process, with ``origin`` before its text.
+def from_wire(values: object, prefix: str = "") -> StaticLLMError:
+    """Return the error that ``to_wire`` described in another process, with ``prefix`` before its text.
 
     Of a class that this process does not know, it is the nearest base that it knows, at last a ``StaticLLMError``.
 
@@ -234,7 +232,7 @@ def from_wire(values: object, origin: str = "") -> StaticLLMError:
     if not isinstance(sent, Mapping):
         raise ValueError(f"fields of an error are {shown(sent)}: must be an object")
     kind = _nearest(names, sent)
-    error = kind.__new__(kind, f"{origin}{text}")  # without its constructor, which would write the text again
+    error = kind.__new__(kind, f"{prefix}{text}")  # without its constructor, which would write the text again
     for name, hint in _fields_of(kind).items():
         setattr(error, name, _received(name, sent[name], hint))
     return error

@@ -16,32 +16,33 @@ Named = str | object
 
 @dataclass(frozen=True)
 class FilesInParts:
-    """The directory of a model that is exported as several graphs: for each pattern, it has a file whose whole name matches.
-
-    ``what`` and ``remedy`` say to users what such a path holds, and what loads it (``PathKind``).
-    """
+    """The directory of a model that is exported as several graphs."""
 
     patterns: tuple[str, ...]
+    """For each it has a file whose whole name matches."""
     what: str
+    """What such a path holds, for users (``PathKind``)"""
     remedy: str
+    """What loads it, for users."""
 
 
 @dataclass(frozen=True)
 class KnownKind:
-    """A kind of model.
-
-    ``name`` stands in manifests and messages, ``pipeline`` is what messages advise to load such models with. ``program`` is its
-    ``ProgramKind``: how its graph is recognised, lowered and run; None for a model in parts, each of which is of a kind that has
-    one. ``diagnosis`` is its ``Diagnosis``; the default suits any kind with one graph. ``served`` are its ``ServedKind``s, none
-    for a kind that no server loads. ``files`` tell a model in parts.
-    """
+    """A kind of model."""
 
     name: str
+    """Stands in manifests and messages."""
     pipeline: str
+    """What messages advise to load such models with."""
     program: Named | None = None
+    """Its ``ProgramKind``: how its graph is recognised, lowered and run; None for a model in parts, each of which is of a kind
+    that has one."""
     diagnosis: Named = f"{_PIPELINES}.diagnostics.diagnosis:Diagnosis"
+    """Its ``Diagnosis``; the default suits any kind with one graph."""
     served: tuple[Named, ...] = ()
+    """Its ``ServedKind``s, none for a kind that no server loads."""
     files: FilesInParts | None = None
+    """The files that tell a model in parts."""
 
     @property
     def program_class(self) -> Any:

@@ -83,7 +83,8 @@ class PerfMetrics:
     ) -> None:
         """Add the drafted tokens that were checked for one request, how many of them were accepted, and how long each took.
 
-        ``may_draft``: whether a draft model could draft them.
+        Args:
+            may_draft: Whether a draft model could draft them.
         """
         self.may_draft |= may_draft
         self._draft_durations += [value * MICRO for value in seconds]

@@ -42,8 +42,10 @@ def check_model_files(
 ) -> Path:
     """Check that a directory has a complete IR, and a tokenizer if that is needed, and return it.
 
-    ``weights``: the weights file, if it is not beside the IR. The size of an encrypted weights file is not known in advance, so
-    it only has to exist. ``model_file``: another IR in a directory that its pipeline has checked.
+    Args:
+        weights: The weights file, if it is not beside the IR. The size of an encrypted weights file is not known in
+            advance, so it only has to exist.
+        model_file: Another IR in a directory that its pipeline has checked.
 
     Raises:
         ModelError: a file is missing, truncated or damaged; the message names it.
@@ -270,7 +272,11 @@ def read_model(
     decrypt: Callable[[bytes], bytes] | None = None,
     model_file: str = MODEL_XML,
 ) -> ov.Model:
-    """Read the IR of a checked directory. ``weights``: the weights file, if it is not beside the IR; ``decrypt``: if encrypted.
+    """Read the IR of a checked directory.
+
+    Args:
+        weights: The weights file, if it is not beside the IR.
+        decrypt: Decrypts the weights; None if they are not encrypted.
 
     Raises:
         ModelError: OpenVINO cannot read the IR, or it cannot be decrypted.

@@ -120,15 +120,14 @@ def _range(values: Iterable[int]) -> Range:
 
 @dataclass(frozen=True)
 class Port:
-    """One kind of port. ``pattern``: a regular expression of its names.
-
-    ``axes``: the names of the last axes; a port may have more axes before them. ``dtype``: numpy's name of the element type;
-    empty if the type of the KV slots, of adapters, or of a recurrent state decides.
-    """
+    """One kind of port."""
 
     pattern: str
+    """A regular expression of its names."""
     axes: tuple[str, ...]
+    """The names of the last axes; a port may have more axes before them."""
     dtype: str = ""
+    """Numpy's name of the element type; empty if the type of the KV slots, of adapters, or of a recurrent state decides."""
 
     def ranges(self, rank: int, sizes: Sizes) -> dict[int, Range]:
         """Return axis → range for every axis of a port of ``rank`` whose size depends on the call."""
@@ -137,7 +136,11 @@ class Port:
         return {axis: size for axis, size in found.items() if size is not None}
 
     def shape_at(self, own: Sequence[int | None], variant: Variant) -> tuple[int, ...]:
-        """Return the shape at one variant. ``own``: the port's static sizes, which are kept, and None for the others."""
+        """Return the shape at one variant.
+
+        Args:
+            own: The port's static sizes, which are kept, and None for the others.
+        """
         ranges = self.ranges(len(own), CallSizes.of(variant))
         return tuple(ranges[axis][0] if size is None else size for axis, size in enumerate(own))
 

@@ -28,13 +28,11 @@ _NOT_HERE = {
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """A config, and the names of its fields that the user gave; a blob set decides the others.
-
-    ``explicit`` also has the fields whose given value equals the default.
-    """
+    """A config, and the names of its fields that the user gave; a blob set decides the others."""
 
     config: StaticLLMConfig
     explicit: frozenset[str]
+    """Also has the fields whose given value equals the default."""
 
     @classmethod
     def of(cls, config: StaticLLMConfig) -> ResolvedConfig:
@@ -45,9 +43,11 @@ class ResolvedConfig:
 def resolve(
     properties: Mapping[str, Any], supported: Collection[str] = (), others: Collection[str] | None = None
 ) -> ResolvedConfig:
-    """Read properties with GenAI's names into a config. ``supported``: the names that the device accepts.
+    """Read properties with GenAI's names into a config.
 
-    ``others``: the other names that a misspelled one may stand for; None for those of language models.
+    Args:
+        supported: The names that the device accepts.
+        others: The other names that a misspelled one may stand for; None for those of language models.
 
     Raises:
         ConfigError: a name is unknown (the message has the nearest known one), or a value is impossible.

@@ -13,11 +13,12 @@ from staticllm.metrics import PerfMetrics, SpeculativePerfMetrics
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A function that the model wants to be called. ``arguments`` is the text of a JSON object, as the model wrote it."""
+    """A function that the model wants to be called."""
 
     id: str
     name: str
     arguments: str
+    """The text of a JSON object, as the model wrote it."""
 
     @property
     def parsed_arguments(self) -> dict[str, object]:
@@ -118,19 +119,19 @@ class EncodedResults(LikeGenAI, _Common):
 class DecodedResults(LikeGenAI, _Common):
     """The answers to a list of strings or to a chat history, or several answers to a ``str``.
 
-    The fields are those of ``EncodedResults``, and ``texts``.
-
-    ``messages[i]`` holds the parts of an answer if it was parsed (``tools`` or ``parse_tools``); ``texts[i]`` is then all that
-    the model wrote. ``parsed[i]`` is what ``parsers`` or an ``openvino_genai.TextParserStreamer`` made of it.
+    The fields are those of ``EncodedResults``, and these:
     """
 
     texts: list[str]
+    """The answers; if they were parsed, all that the model wrote."""
     tokens: list[list[int]]
     scores: list[float]
     finish_reasons: list[FinishReason]
     perf_metrics: PerfMetrics = field(repr=False)
     messages: list[AssistantMessage] = field(default_factory=list, repr=False)
+    """The parts of each answer that was parsed (``tools`` or ``parse_tools``)"""
     parsed: Parsed = field(default_factory=list, repr=False)
+    """What ``parsers`` or an ``openvino_genai.TextParserStreamer`` made of each answer."""
 
     def __str__(self) -> str:
         """Return the text; of several ones a line each, after its score, as GenAI's results do."""

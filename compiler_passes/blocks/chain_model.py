@@ -67,11 +67,13 @@ class ChainPart:
 
 @dataclass(frozen=True)
 class ChainCall:
-    """One call of a part. ``inputs`` and ``outputs``: what its inputs read and its outputs write, in the order of its ports."""
+    """One call of a part. Inputs and outputs are in the order of its ports."""
 
     part: int
     inputs: tuple[BlockInput, ...]
+    """What the inputs read."""
     outputs: tuple[BlockOutput, ...]
+    """What the outputs write."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from staticllm.ports import CROSS, INPUT_FEATURES, INPUT_IDS, PAST, PRESENT, TOK
 
 from ..graph.step_graph import part_of, redirect, upstream
 
-Origin = Literal["constant", "shared", "own", "tokens"]
+Dependence = Literal["constant", "shared", "own", "tokens"]
 """``constant``: of constants; ``shared``: of inputs that all layers read (positions, masks); ``own``: of inputs that one layer
 reads (keys, values, states, adapters); ``tokens``: of the tokens, or of the features of a window."""
 _OWN = (PAST, CROSS, "state.", "adapter.")
@@ -25,7 +25,7 @@ _STATES = (PRESENT, "state.")
 _TOKENS = frozenset({INPUT_IDS, TOKEN_TYPE_IDS, INPUT_FEATURES})
 MOST_FOLDED = 1 << 14
 """The most numbers of a constant of which shapes, positions and the like are computed; more are weights."""
-_ORDER: tuple[Origin, ...] = ("constant", "shared", "own", "tokens")
+_ORDER: tuple[Dependence, ...] = ("constant", "shared", "own", "tokens")
 
 
 def port_name(node: ov.Node) -> str:
@@ -93,24 +93,24 @@ def _parameters_of(outputs: Sequence[ov.Output]) -> list[ov.Node]:
 
 @dataclass(frozen=True)
 class Dataflow:
-    """A static program, its nodes in their order, and the origin of each by its instance."""
+    """A static program, its nodes in their order, and the dependence of each by its instance."""
 
     model: ov.Model
     nodes: tuple[ov.Node, ...]
-    origins: dict[int, Origin]
+    dependences: dict[int, Dependence]
 
     @classmethod
     def of(cls, model: ov.Model) -> Dataflow:
         """Return the data flow of a model, whose shapes are static and folded."""
         nodes = tuple(model.get_ordered_ops())
-        origins = dict[int, Origin]()
+        dependences = dict[int, Dependence]()
         for node in nodes:
-            origins[node.get_instance_id()] = _origin(node, origins)
-        return cls(model, nodes, origins)
+            dependences[node.get_instance_id()] = _dependence(node, dependences)
+        return cls(model, nodes, dependences)
 
-    def origin(self, node: ov.Node) -> Origin:
+    def dependence(self, node: ov.Node) -> Dependence:
         """Return where a node's values come from."""
-        return self.origins[node.get_instance_id()]
+        return self.dependences[node.get_instance_id()]
 
     @cached_property
     def finals(self) -> tuple[ov.Node, ...]:
@@ -121,7 +121,9 @@ class Dataflow:
     def chain(self) -> tuple[ov.Node, ...]:
         """The nodes on the way from the tokens to the final results, in their order."""
         needed = {node.get_instance_id() for node in upstream(self.finals)}
-        return tuple(node for node in self.nodes if self.origin(node) == "tokens" and node.get_instance_id() in needed)
+        return tuple(
+            node for node in self.nodes if self.dependence(node) == "tokens" and node.get_instance_id() in needed
+        )
 
     @cached_property
     def places(self) -> dict[int, int]:
@@ -151,13 +153,13 @@ class Dataflow:
         found = dict[int, int]()
         for node in self.nodes:
             key = node.get_instance_id()
-            if self.origin(node) == "tokens":
+            if self.dependence(node) == "tokens":
                 before = [found.get(value.get_node().get_instance_id(), -1) for value in node.input_values()]
                 found[key] = self.places.get(key, max(before, default=-1))
         return found
 
 
-def _origin(node: ov.Node, known: dict[int, Origin]) -> Origin:
+def _dependence(node: ov.Node, known: dict[int, Dependence]) -> Dependence:
     kind = node.get_type_name()
     if kind == "Constant":
         return "constant"
@@ -169,9 +171,9 @@ def _origin(node: ov.Node, known: dict[int, Origin]) -> Origin:
             return "own"
         return "shared"
     producers = {known[value.get_node().get_instance_id()] for value in node.input_values()}
-    for origin in reversed(_ORDER):
-        if origin in producers:
-            return origin
+    for dependence in reversed(_ORDER):
+        if dependence in producers:
+            return dependence
     return "constant"
 
 

@@ -34,16 +34,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Region:
-    """The nodes between two cuts. ``outputs``: what it hands on, then its states.
-
-    ``signature`` is equal for two regions that compute the same from their ``entries``, whose order is the same then.
-    """
+    """The nodes between two cuts."""
 
     begin: int
     end: int
     signature: int
+    """Equal for two regions that compute the same from their ``entries``, whose order is the same then."""
     entries: tuple[Entry, ...]
     outputs: tuple[ov.Output, ...]
+    """What it hands on, then its states."""
     states: tuple[ov.Node, ...]
     is_last: bool
 
@@ -164,7 +163,7 @@ class _Walk:
         if node.get_type_name() == "Parameter":
             return self._add("port", output)
         flow = self.regions.flow
-        is_shared = self.hidden is not None and flow.origin(node) == "shared" and not _is_widened(node)
+        is_shared = self.hidden is not None and flow.dependence(node) == "shared" and not _is_widened(node)
         if is_shared and self.regions.is_entry(output):
             return self._add("shared", output)
         place = flow.places.get(node.get_instance_id())

@@ -16,7 +16,11 @@ Pair = tuple[str, str]
 
 
 def live_pairs(pairs: Iterable[Pair], letters: Collection[str], excluded: Collection[str] = ()) -> list[Pair]:
-    """Return the pairs whose parts can be there, in their order and each once. ``excluded``: what no pair may build."""
+    """Return the pairs whose parts can be there, in their order and each once.
+
+    Args:
+        excluded: What no pair may build.
+    """
     waiting = [pair for pair in dict.fromkeys(pairs) if "".join(pair) not in excluded]
     built = set(letters)
     live = set[Pair]()

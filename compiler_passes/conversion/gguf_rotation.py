@@ -122,7 +122,8 @@ def _scaling(header: GGUFHeader) -> tuple[str, float]:
 def frequencies(header: GGUFHeader, half: int, own: str = _SHORT) -> NDArray[np.float64]:
     """Return the angles of one position, ``[half]``, in radians (YaRN, arXiv 2309.00071; ``ggml_rope_ext``).
 
-    ``own``: the tensor with the factors for the length of the context (LongRoPE, arXiv 2402.13753).
+    Args:
+        own: The tensor with the factors for the length of the context (LongRoPE, arXiv 2402.13753).
     """
     base = _number(header, "rope.freq_base", 10000.0)
     plain = base ** (-np.arange(half) / half)
@@ -137,7 +138,7 @@ def frequencies(header: GGUFHeader, half: int, own: str = _SHORT) -> NDArray[np.
 
 
 def factors(header: GGUFHeader, name: str, half: int) -> NDArray[np.float64]:
-    """Return what a tensor divides angles by; ones without it.
+    """Return what a tensor divides angles by, ``[half]``; ones without it.
 
     Raises:
         ModelError: it does not fit, or has zeros.

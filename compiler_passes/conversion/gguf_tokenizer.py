@@ -116,12 +116,13 @@ _WHOLE = frozenset(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "
 
 @dataclass(frozen=True)
 class GGUFSpecialTokens:
-    """The ids of the tokens that begin and end texts; None without one. ``ends``: all that end a turn."""
+    """The ids of the tokens that begin and end texts; None without one."""
 
     bos: int | None
     eos: int | None
     pad: int | None
     ends: tuple[int, ...]
+    """All that end a turn."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,11 @@ def _vocabulary(header: GGUFHeader) -> _Vocabulary:
 
 
 def check_vocabulary(header: GGUFHeader) -> None:
-    """Raise ``ModelError`` if the vocabulary is missing, or of a kind that cannot be read."""
+    """Check that the vocabulary can be read.
+
+    Raises:
+        ModelError: it is missing, or of another kind.
+    """
     _vocabulary(header)
     kind = header.text(KIND)
     if kind not in (BYTE_PAIRS, SCORED_PAIRS):

@@ -26,12 +26,13 @@ InputKey: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention of one layer. ``mask``: the port of the additive mask; None if there is none."""
+    """The attention of one layer."""
 
     node: ov.Node
     keys: ov.Input
     values: ov.Input
     mask: ov.Input | None
+    """The port of the additive mask; None if there is none."""
 
     @property
     def is_cross(self) -> bool:

@@ -22,7 +22,7 @@ _PRODUCT_AXES = 2
 class CompressedMatrix:
     """A product ``x · weightsᵀ`` with compressed weights.
 
-    ``readers``: the inputs of other nodes that read the same weights. ``scaled`` is the Multiply by the scale.
+    ``readers``: the inputs of other nodes that read the same weights.
     """
 
     product: ov.Node
@@ -30,6 +30,7 @@ class CompressedMatrix:
     zero_point: ov.Node | None
     scale: ov.Output
     scaled: ov.Node
+    """The Multiply by the scale."""
 
     @property
     def producer(self) -> ov.Output:

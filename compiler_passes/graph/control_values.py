@@ -69,7 +69,11 @@ def key_of(output: ov.Output) -> Key:
 
 
 def divide(model: ov.Model, exposed: Iterable[str] = ()) -> Control:
-    """Divide a model into constants, control values and data. ``exposed``: inputs that are fed by the host, which are data."""
+    """Divide a model into constants, control values and data.
+
+    Args:
+        exposed: Inputs that are fed by the host, which are data.
+    """
     constants = set[int]()
     from_ids = set[int]()
     data = set[int]()
@@ -105,7 +109,7 @@ def vocabulary_of(model: ov.Model) -> int | None:
 
 
 def random_ids(model: ov.Model, shape: Sequence[int], seed: int = 0) -> NDArray[np.int64]:
-    """Return token ids of a shape. They avoid both ends of the vocabulary, where padding tokens are."""
+    """Return token ids of this shape. They avoid both ends of the vocabulary, where padding tokens are."""
     vocabulary = vocabulary_of(model) or 64
     return np.random.default_rng(seed).integers(vocabulary // 4, max(vocabulary // 2, 1), shape)
 
@@ -134,7 +138,10 @@ def evaluate(
     seed: int = 0,
     ids: NDArray[np.int64] | None = None,
 ) -> list[Value]:
-    """Return the values of control outputs of ``model`` at these sizes. ``seed``: of the token ids, unless ``ids`` are given.
+    """Return the values of control outputs of ``model`` at these sizes.
+
+    Args:
+        seed: The seed of the token ids, unless ``ids`` are given.
 
     Raises:
         RuntimeError: the shapes of the graph's nodes do not fit together at these sizes.

@@ -16,10 +16,11 @@ from .step_graph import StepGraph
 class EncoderGraph(StepGraph):
     """An encoder on its way from an exported IR to a packed program. Passes change it in place.
 
-    ``original``: a copy of the model as it was exported. ``max_rows``, of the base class, is the most rows of any program.
+    ``max_rows``, of the base class, is the most rows of any program.
     """
 
     original: ov.Model = field(kw_only=True)
+    """A copy of the model as it was exported."""
     encoder_masks: list[EncoderMask] = field(default_factory=list)
     first_position: int = 0
     skipped_id: int | None = None  # tokens that are not counted in positions

@@ -21,12 +21,13 @@ _ON_WEIGHTS = ("Convert", "Multiply", "Subtract", "Reshape", "Transpose")
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """A matrix product with constant weights. ``names``: those of the product and of its constant."""
+    """A matrix product with constant weights."""
 
     node: ov.Node
     in_size: int
     out_size: int
     names: tuple[str, ...]
+    """The names of the product and of its constant."""
 
     @property
     def producer(self) -> ov.Output:

@@ -32,10 +32,7 @@ class LiftedState:
 
 @dataclass
 class StepGraph:
-    """A model on its way from stateful IR to step program. Passes change it in place.
-
-    ``notes`` records, for each pass, what it matched and what it left alone; ``staticllm inspect`` prints them.
-    """
+    """A model on its way from stateful IR to step program. Passes change it in place."""
 
     model: ov.Model
     states: list[LiftedState] = field(default_factory=list)
@@ -57,6 +54,7 @@ class StepGraph:
     page_size: int = 0  # slots of a page, if the attention reads and writes pages
     blocks: dict[int, ov.Node] = field(default_factory=dict)  # address of joined constants → constant of all of them
     notes: dict[str, list[str]] = field(default_factory=dict)
+    """For each pass, what it matched and what it left alone; ``staticllm inspect`` prints them."""
 
     def note(self, stage: str, text: str) -> None:
         """Add a line to the notes of one pass."""

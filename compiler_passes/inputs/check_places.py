@@ -40,12 +40,13 @@ MANY_ROWS = 512
 
 @dataclass(frozen=True, eq=False)
 class Remains:
-    """A value at a boundary. ``small``, ``large``: at both ``PROBE_ROWS``. ``axes``: those that count rows, if they are known."""
+    """A value at a boundary, computed with both ``PROBE_ROWS``."""
 
     port: ov.Input
     small: Value
     large: Value
     axes: tuple[int, ...] | None
+    """The axes that count rows, if they are known."""
 
     @property
     def producer(self) -> ov.Output:

@@ -40,14 +40,13 @@ _PASSED = frozenset({"Convert", "Reshape", "Maximum", "Minimum", "Clamp", "Multi
 
 @dataclass(frozen=True)
 class Term:
-    """Something that a model puts on the scores of an attention. ``port``: the input that reads it.
-
-    ``when``: for a Select, the value of its condition that keeps the scores.
-    """
+    """Something that a model puts on the scores of an attention."""
 
     port: ov.Input
+    """The input that reads it."""
     data_port: int
     when: bool | None = None
+    """For a Select, the value of its condition that keeps the scores."""
 
     @property
     def key(self) -> Key:

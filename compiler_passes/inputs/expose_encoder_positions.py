@@ -40,10 +40,11 @@ _BROADCASTING = frozenset({"Add", "Subtract", "Multiply", "Divide"})
 
 @dataclass(frozen=True)
 class Place:
-    """A boundary that differs from row to row. ``axis``: the axis of its value that counts rows."""
+    """A boundary that differs from row to row."""
 
     port: ov.Input
     axis: int
+    """The axis of its value that counts rows."""
     small: Value
     large: Value
 

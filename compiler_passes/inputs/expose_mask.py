@@ -23,7 +23,8 @@ from .classify_mask import STAGE, Seen, classify, key_of
 def expose_mask(graph: StepGraph, max_len: int) -> None:
     """Classify the mask of every layer and replace it by an input.
 
-    ``max_len``: the most tokens of a sequence. A window that is not shorter never hides anything and counts as causal.
+    Args:
+        max_len: The most tokens of a sequence. A window that is not shorter never hides anything and counts as causal.
 
     Raises:
         UnsupportedModelError: there is no attention, or one has no mask or a mask of an unknown kind.

@@ -37,16 +37,15 @@ Vectors = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Layouts:
-    """The lengths of texts, by sequence, for sequences of ``rows`` rows.
-
-    ``shared``: several texts per sequence, with idle rows at the end and without. ``apart``: one text in each. ``branches``: the
-    lengths of texts in one sequence, and how many of its first rows each one shares with the text before it.
-    """
+    """The lengths of texts, by sequence, for sequences of ``rows`` rows."""
 
     rows: int
     shared: tuple[tuple[int, ...], ...]
+    """Several texts per sequence, with idle rows at the end and without."""
     apart: tuple[tuple[int, ...], ...]
+    """One text in each."""
     branches: tuple[tuple[int, int], ...]
+    """The lengths of texts in one sequence, and how many of its first rows each one shares with the text before it."""
 
     @classmethod
     def of(cls, rows: int) -> Layouts:
@@ -69,15 +68,13 @@ class Layouts:
 
 @dataclass(frozen=True)
 class ProofText:
-    """A text in a call: its sequence, the rows of it that hold its tokens, and the tokens.
-
-    The first ``num_shared`` rows are those of the text before it.
-    """
+    """A text in a call: its sequence, the rows of it that hold its tokens, and the tokens."""
 
     sequence: int
     rows: NDArray[np.intp]
     ids: NDArray[np.int64]
     num_shared: int = 0
+    """How many of its first rows are those of the text before it."""
 
 
 def prove_packing(graph: EncoderGraph) -> None:

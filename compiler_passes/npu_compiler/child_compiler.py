@@ -54,15 +54,16 @@ _KEY = re.compile(r"[A-Z][A-Z0-9_]{0,99}")
 
 @dataclass(frozen=True)
 class Launch:
-    """How a child is started: ``command`` runs in a private folder, and ``environment`` is added to that of this process.
-
-    ``what`` and ``remedy`` are for errors: what could not be started, and what helps.
-    """
+    """How a child is started."""
 
     command: Sequence[str]
+    """Runs in a private folder."""
     environment: Mapping[str, str]
+    """Added to that of this process."""
     what: str
+    """What could not be started, for errors."""
     remedy: str
+    """What helps, for errors."""
 
 
 class ChildCompiler:

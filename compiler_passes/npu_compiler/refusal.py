@@ -49,7 +49,11 @@ class Log:
 
 
 def refused_text(job: str, said: str, log: Log) -> str:
-    """Return the message about a model that the compiler refused. ``said``: the reason of its answer, if its log has none."""
+    """Return the message about a model that the compiler refused.
+
+    Args:
+        said: The reason of its answer, if its log has none.
+    """
     text = log.text()
     errors = [found.strip() for found in _ERROR.findall(text)]
     failed = next((found[1] for found in map(_FAILED_PASS.match, errors) if found), "")

@@ -27,19 +27,17 @@ _BITS_OF_BYTE = 8
 
 @dataclass(frozen=True)
 class _Rotation:
-    """Heads ``[1, tokens, heads, size]`` before and after a rotation (``unrotated``, ``result``).
-
-    ``cosine`` and ``sine`` are ``[1, tokens, 1, size / 2]``.
-
-    ``rows``: the constants whose first axis, or last one of a bias, has a row for each number of the heads.
-    """
+    """Heads ``[1, tokens, heads, size]`` before and after a rotation."""
 
     result: ov.Node
     unrotated: ov.Output
     cosine: ov.Output
+    """``[1, tokens, 1, size / 2]``, as ``sine``."""
     sine: ov.Output
     weights: tuple[ov.Node, ...]
+    """Constants whose first axis has a row for each number of the heads."""
     biases: tuple[ov.Node, ...]
+    """Constants whose last axis has one."""
 
     @property
     def order(self) -> Order:

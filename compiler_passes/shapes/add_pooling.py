@@ -34,16 +34,17 @@ ACTIVATIONS: dict[str, Callable[[ov.Output], ov.Node] | None] = {
 
 @dataclass(frozen=True)
 class Dense:
-    """A Dense module: ``activation(weight · vector + bias)``. ``weight [out, in]``, ``bias [out]`` or None, in f32.
-
-    With ``has_residual`` the vector is added to that, or ``residual [out, in]`` times the vector.
-    """
+    """A Dense module: ``activation(weight · vector + bias)``, in f32."""
 
     weight: NDArray[np.float32]
+    """``[out, in]``."""
     bias: NDArray[np.float32] | None = None
+    """``[out]``."""
     activation: str = "identity"
     has_residual: bool = False
+    """Whether the vector is added to that, or ``residual`` times the vector."""
     residual: NDArray[np.float32] | None = None
+    """``[out, in]``."""
 
 
 def add_pooling(graph: EncoderGraph, dense: tuple[Dense, ...] = (), is_normalised: bool = True) -> None:

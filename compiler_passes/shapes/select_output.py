@@ -29,7 +29,8 @@ POOLED = "sentence_embedding"
 def select_output(graph: EncoderGraph, score_tokens: tuple[int, ...] = ()) -> None:
     """Remove all outputs but the hidden states, else ``logits``, else the only output with one vector per text.
 
-    ``score_tokens``: the tokens whose logits are the output of a causal language model, ``[B, S, len(score_tokens)]``.
+    Args:
+        score_tokens: The tokens whose logits are the output of a causal language model, ``[B, S, len(score_tokens)]``.
 
     Raises:
         UnsupportedModelError: the model has neither output, or logits for every token without a head that is recognised.

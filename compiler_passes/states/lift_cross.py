@@ -34,8 +34,11 @@ FRAMES_AXIS = 2
 def lift_cross(graph: StepGraph, cross_window_len: int, num_cross_windows: int) -> None:
     """Make inputs ``cross.<layer>.key|value`` of such states, and ``graph.cross_model`` the model of their initial values.
 
-    ``cross_window_len``: the frames of one window; ``num_cross_windows``: how many the inputs hold. An export without state has
-    such inputs already: those of four axes that no step extends. Nothing happens without either.
+    An export without state has such inputs already: those of four axes that no step extends. Nothing happens without either.
+
+    Args:
+        cross_window_len: The frames of one window.
+        num_cross_windows: How many windows the inputs hold.
 
     Raises:
         UnsupportedModelError: the model has cross-attention, and no frames are given for it; or a state, or an input, is no key

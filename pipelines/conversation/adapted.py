@@ -31,14 +31,13 @@ GENERIC_CALL = {"tool_calls": [{"name": "tool_name", "arguments": {"arg1": "some
 
 @dataclass(frozen=True)
 class Adapted:
-    """A conversation in the shape that a template shows.
-
-    ``tools`` is the template's variable. ``written`` has pieces of what was written into the messages, by what it is.
-    """
+    """A conversation in the shape that a template shows."""
 
     messages: list[Message]
     tools: list[Any]
+    """The template's variable."""
     written: Mapping[str, str]
+    """Pieces of what was written into the messages, by what it is."""
 
     def check_shown(self, text: str) -> None:
         """Check that a prompt has what was written into the messages: some templates show only one of them.

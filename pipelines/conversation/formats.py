@@ -76,27 +76,29 @@ _DESCRIBED: tuple[tuple[tuple[str, ...], LearntCalls], ...] = (
 
 @dataclass(frozen=True)
 class MessageFormat:
-    """How an answer is written.
-
-    ``call`` and ``reasoning`` are the markers around them; "" where there is none. Those of a recipient are around its name.
-    ``is_reasoning_open``: the prompt ends with the first marker of reasoning, so the answer begins in it; ``is_call_open`` says
-    the same of a call. ``is_list``: calls are shown as a JSON list; ``is_fenced``: Python stands in a block.
-    ``wrapper`` is around all calls together, and ``quote`` is on both sides of strings in braces. ``learnt`` has all that
-    is around calls of the syntax ``learnt``. ``has_listed_calls``: an answer may also be ``{"tool_calls": […]}``, as calls before
-    it were written.
-    """
+    """How an answer is written. Markers are texts before and after something; "" where there is none."""
 
     syntax: Syntax = ""
     call: tuple[str, str] = ("", "")
+    """The markers of a call; those of a recipient are around its name."""
     reasoning: tuple[str, str] = ("", "")
+    """The markers of reasoning."""
     is_reasoning_open: bool = False
+    """Whether the prompt ends with the first marker of reasoning, so the answer begins in it."""
     is_list: bool = False
+    """Whether calls are shown as a JSON list."""
     is_fenced: bool = False
+    """Whether Python stands in a block."""
     is_call_open: bool = False
+    """Whether the prompt ends with the first marker of a call."""
     wrapper: tuple[str, str] = ("", "")
+    """Around all calls together."""
     quote: str = ""
+    """On both sides of strings in braces."""
     learnt: LearntCalls | None = None
+    """All that is around calls of the syntax ``learnt``."""
     has_listed_calls: bool = False
+    """Whether an answer may also be ``{"tool_calls": […]}``, as calls before it were written."""
 
     @property
     def opening(self) -> str:

@@ -83,9 +83,12 @@ RECIPIENT_MARKERS = ("<|from|>", "<|recipient|>", "<|content|>")
 
 
 def take_recipients(stream: TextStream, output: Output, header: tuple[str, str], is_open: bool) -> Steps[None]:
-    """Take a whole answer. ``is_open``: the prompt ends with the beginning of the first header.
+    """Take a whole answer.
 
     Text outside of messages is content, and so is a header whose recipient is neither ``all`` nor a known function.
+
+    Args:
+        is_open: Whether the prompt ends with the beginning of the first header.
     """
     begin, end = header
     num_before = 0

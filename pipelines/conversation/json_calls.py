@@ -22,7 +22,11 @@ _HEX = "0123456789abcdefABCDEF"
 
 
 def take_json(stream: TextStream, write: Callable[[str], object]) -> Steps[None]:
-    """Take one JSON value, which may follow whitespace, and pass its text to ``write`` as it comes."""
+    """Take one JSON value, which may follow whitespace, and pass its text to ``write`` as it comes.
+
+    Raises:
+        MalformedError: it is none; so with all functions that take something.
+    """
     yield from stream.skip_space()
     yield from _take_any(stream, write, 0)
 

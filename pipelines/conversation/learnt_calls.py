@@ -28,26 +28,25 @@ _NUMBERED = re.compile(r"^functions\.(?=.)|:\d+$")
 
 @dataclass(frozen=True)
 class LearntParameters:
-    """What stands before and after the name of a parameter, and after its value. ``after_name_of_other``: if it is no string."""
+    """What stands before and after the name of a parameter, and after its value."""
 
     before_name: str
     after_name: str
     after_name_of_other: str
+    """The same for a value that is no string."""
     after_value: str
 
 
 @dataclass(frozen=True)
 class LearntCalls:
-    """The text around all calls, before and after each, and between a name and the arguments, with its layout.
-
-    Without ``parameters``, the arguments are one JSON object.
-    """
+    """The text around all calls, before and after each, and between a name and the arguments, with its layout."""
 
     wrapper: tuple[str, str]
     before: str
     after_name: str
     after: str
     parameters: LearntParameters | None = None
+    """None for arguments that are one JSON object."""
 
     @property
     def openings(self) -> tuple[str, ...]:
@@ -184,9 +183,12 @@ def _common_end(one: str, other: str) -> str:
 def take_learnt_calls(
     stream: TextStream, output: Output, learnt: LearntCalls, functions: Mapping[str, Types], marker: str
 ) -> Steps[None]:
-    """Take the calls after ``marker``, one of ``openings``. ``functions``: the schemas of parameters, by function.
+    """Take the calls after ``marker``, one of ``openings``.
 
     In place of a call there may be JSON (``take_call_objects``).
+
+    Args:
+        functions: The schemas of parameters, by function.
     """
     opening, closing = (tokens_of(text) for text in learnt.wrapper)
     before = tokens_of(learnt.before)

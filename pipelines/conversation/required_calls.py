@@ -189,15 +189,13 @@ def _call(format: MessageFormat, around: _Around, name: str, parameters: object)
 
 @dataclass(frozen=True)
 class _Around:
-    """What stands around the name of a function and its arguments, between two calls, and around all of them.
-
-    ``separator`` is None where an answer has one call.
-    """
+    """What stands around the name of a function and its arguments, between two calls, and around all of them."""
 
     before_name: str
     after_name: str
     end: str
     separator: str | None = None
+    """None where an answer has one call."""
     opening: str = ""
     closing: str = ""
 

@@ -54,7 +54,11 @@ class Budget:
         self.chars = MAX_TOTAL_CHARS
 
     def tick(self) -> None:
-        """Raise ``TemplateLimitError`` after the deadline."""
+        """Check the deadline.
+
+        Raises:
+            TemplateLimitError: it is over.
+        """
         if self.seconds_left < 0:
             raise TemplateLimitError(f"it runs for more than {self._seconds:g} s")
 
@@ -88,7 +92,11 @@ def _set(budget: Budget) -> Iterator[Budget]:
 
 
 def tick() -> None:
-    """Raise ``TemplateLimitError`` if the time of the enclosing ``limited`` block is over."""
+    """Check the deadline of the enclosing ``limited`` block.
+
+    Raises:
+        TemplateLimitError: it is over.
+    """
     _thread.budget.tick()
 
 

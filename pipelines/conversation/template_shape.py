@@ -64,57 +64,60 @@ TOOL = {
 
 @dataclass(frozen=True)
 class CallForm:
-    """How a message with calls must be given to a template so that it shows them.
-
-    ``has_null_content``: ``content`` is None beside calls, else "". ``arguments``: what a template takes, a dict or JSON text.
-    ``has_results``: the messages with the results are shown as well.
-    ``text``: where a text of the same message must stand so that both are shown. ``has_several``: a message may have several
-    calls.
-    """
+    """How a message with calls must be given to a template so that it shows them."""
 
     has_null_content: bool
+    """Whether ``content`` is None beside calls, else ""."""
     arguments: Arguments
+    """What a template takes, a dict or JSON text."""
     ids: CallIds
     has_results: bool
+    """Whether the messages with the results are shown as well."""
     text: TextPlace = "beside"
+    """Where a text of the same message must stand so that both are shown."""
     has_several: bool = True
+    """Whether a message may have several calls."""
 
 
 class CallExamples(NamedTuple):
     """Calls as a prompt shows them, without what is around every message of the assistant; "" for one that cannot be told.
 
-    ``one`` calls ``tool_name`` with ``{"arg1": "some_value"}``; ``number`` has 7 as that value; ``two_arguments`` has
-    ``"arg2": "other_value"`` as well; ``two_calls`` has a second call, of ``other_tool``. The id of the first call is
-    ``call1call``.
+    The id of the first call is ``call1call``.
     """
 
     one: str
+    """Calls ``tool_name`` with ``{"arg1": "some_value"}``."""
     number: str = ""
+    """Has 7 as that value."""
     two_arguments: str = ""
+    """Has ``"arg2": "other_value"`` as well."""
     two_calls: str = ""
+    """Has a second call, of ``other_tool``."""
 
 
 @dataclass(frozen=True)
 class TemplateShape:
-    """What a template shows. ``tools``, the calls and the key of the reasoning beside a call are None where it shows none.
-
-    ``wants_parts``: it shows a text only as a list of parts; ``takes_parts``: it shows such a list as text.
-    ``has_system``: it shows a system message, without tools or beside them. ``calls`` are those
-    beside tools, ``lone_calls`` those of a conversation that has no tools now. ``examples`` is None if they cannot be told.
-    ``has_reasoning_beside_text``: it takes a text in the same message as well. ``is_complete``: no probe ran out of time.
-    """
+    """What a template shows. ``tools``, the calls and the key of the reasoning beside a call are None where it shows none."""
 
     wants_parts: bool
+    """Whether it shows a text only as a list of parts."""
     takes_parts: bool
+    """Whether it shows such a list as text."""
     has_system: bool
+    """Whether it shows a system message, without tools or beside them."""
     has_system_beside_tools: bool
     tools: ToolPlace | None
     calls: CallForm | None
+    """The form of calls in a conversation with tools."""
     lone_calls: CallForm | None
+    """The form of calls in a conversation that has no tools now."""
     examples: CallExamples | None
+    """None if they cannot be told."""
     reasoning: str | None
     has_reasoning_beside_text: bool
+    """Whether it takes a text in the same message as well."""
     is_complete: bool
+    """Whether no probe ran out of time."""
 
 
 class _IncompleteError(Exception):
@@ -188,11 +191,12 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Any], place: ToolPla
 
 
 class _Shown(NamedTuple):
-    """What a prompt has of a call and its result; the more the better. ``is_json``: the arguments are not those of Python."""
+    """What a prompt has of a call and its result; the more the better."""
 
     has_call: bool
     has_result: bool
     is_json: bool
+    """Whether the arguments are not those of Python."""
 
 
 _NOTHING = _Shown(False, False, False)

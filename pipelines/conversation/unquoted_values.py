@@ -34,8 +34,10 @@ def take_parameter_value(
     """Take a value and the tag ``end`` behind it, write it as JSON behind ``name``, and return whether there is a value.
 
     Values that can only be strings are written as they come; others when they are complete (``typed_json``). An empty value is
-    none where the schema has no strings. ``has_line_breaks``: one line break at each end is layout. In a constrained answer, the
-    strings in a JSON value may contain ``end``.
+    none where the schema has no strings. In a constrained answer, the strings in a JSON value may contain ``end``.
+
+    Args:
+        has_line_breaks: Whether one line break at each end is layout.
     """
     push = _Trimmed().push if has_line_breaks else str
     types = _types_of(schema)

@@ -86,7 +86,7 @@ class CostModel(Generic[V]):
 
     @property
     def adopted(self) -> frozenset[V]:
-        """The variants whose costs an earlier process measured, and this one has not measured while the engine rested."""
+        """The variants whose costs an earlier process measured, and this one has not measured while the engine was idle."""
         return frozenset(self._adopted)
 
     def adopt(self, seconds: Mapping[V, float]) -> None:
@@ -96,7 +96,7 @@ class CostModel(Generic[V]):
         self._adopted |= set(seconds)
 
     def is_stable(self, variant: V) -> bool:
-        """Whether the cost was measured while the engine rested, or by at least ``STABLE_CALLS`` calls."""
+        """Whether the cost was measured while the engine was idle, or by at least ``STABLE_CALLS`` calls."""
         return self._num_updates.get(variant, 0) >= STABLE_CALLS
 
     def doubt(self, variant: V) -> None:

@@ -1,4 +1,4 @@
-"""Measures the costs of variants while the engine rests."""
+"""Measures the costs of variants while the engine is idle."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_SECONDS = 0.15
 """Longest call that is measured, in seconds: arriving requests wait for it. Calls cannot be cancelled, because the CPU plugin
 then fails in later calls of the same program with other sizes (docs/decisions.md)."""
 NUM_CHECKED, DRIFT = 3, 1.25
-"""Adopted costs that are measured again at the first rest, and the factor by which a cost may differ from its measurement."""
+"""Adopted costs that are measured again in the first pause, and the factor by which a cost may differ from its measurement."""
 SLOWER = 1.1
 """A call that takes this many times as long as a larger one is measured a second time."""
 FIRST_CALLS, MOST_CALLS = 16, 1024
@@ -31,9 +31,9 @@ FIRST_CALLS, MOST_CALLS = 16, 1024
 IDLE_SECONDS = 0.5
 """Seconds without work after which the engine measures costs."""
 SERIES_SECONDS = 2.0
-"""Seconds of measurements after which the engine rests again, to see what else runs in this process."""
+"""Seconds of measurements after which the engine pauses again, to see what else runs in this process."""
 LONGEST_SECONDS = 30.0
-"""The longest rest."""
+"""The longest pause."""
 BUSY, SHARE_WHILE_BUSY = 0.25, 0.1
 """Others that use more than the first share of the processors leave the second share of the time to measurements, which would
 slow them, and measure wrong."""
@@ -202,7 +202,7 @@ class CostProbe:
             self._doubt(self._costs.adopted)
 
     def _doubt(self, variants: Iterable[Variant]) -> None:
-        """Measure these variants again at the next rest."""
+        """Measure these variants again in the next pause."""
         for variant in list(variants):
             self._costs.doubt(variant)
         self.choose(self._programs)
@@ -231,9 +231,9 @@ class CostProbe:
 
 
 class Rests:
-    """The rests of one engine. For its thread.
+    """The pauses of one engine, before and between measurements. For its thread.
 
-    While the engine rests it does nothing, so whatever uses the processors then is other work: of other processes, of other
+    In a pause the engine does nothing, so whatever uses the processors then is other work: of other processes, of other
     pipelines in this one, or of the program itself. Between measurements only other processes can be told from the engine.
     """
 
@@ -248,19 +248,19 @@ class Rests:
         self.use = ProcessorUse()
         self._clock = clock
         self._until = 0.0  # before this moment, only costs that somebody waits for are measured
-        self._start: float | None = None  # of the first measurement after the rest
+        self._start: float | None = None  # of the first measurement after the pause
 
     def begin(self) -> None:
-        """Begin a rest. Work may end it early, so that no measurement follows."""
+        """Begin a pause. Work may end it early, so that no measurement follows."""
         self._start = None
         self.use.begin()
 
     def seconds(self, is_awaited: bool = False) -> float:
-        """Return how long the rest should be, in seconds. It is short if somebody waits for the costs (``is_awaited``)."""
+        """Return how long the pause should be, in seconds. It is short if somebody waits for the costs (``is_awaited``)."""
         return IDLE_SECONDS if is_awaited else max(IDLE_SECONDS, self._until - self._clock())
 
     def measure(self, run: Callable[[], None], is_awaited: bool = False) -> bool:
-        """Run a measurement, after a rest or another one, and return whether the engine must rest before the next.
+        """Run a measurement, after a pause or another one, and return whether the engine must pause before the next.
 
         It need not if somebody waits for the costs, whatever else runs. Otherwise it measures nothing while another engine of
         this process does: each would slow the other.

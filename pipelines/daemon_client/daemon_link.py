@@ -71,8 +71,9 @@ class DaemonLink:
     def ask(self, message: Message) -> Message:
         """Send a message, and return the answer.
 
-        Raises ``ProcessLostError`` (the daemon has gone, or its answer is damaged; another one may be started) and what ``ask``
-        raises.
+        Raises:
+            ProcessLostError: the daemon has gone, or its answer is damaged; another one may be started.
+            StaticLLMError: as for the function ``ask``.
         """
         try:
             answer = _answer(self.connection, message)
@@ -133,8 +134,11 @@ def _priority() -> int:
 def ask(channel: Channel, message: Message) -> Message:
     """Send a message and return the answer.
 
-    Raises ``ConfigError`` (the message is too long), ``ProcessLostError`` (the daemon has gone), ``DeviceError`` (it does not
-    answer, or its answer is damaged) and another ``StaticLLMError`` (it refused).
+    Raises:
+        ConfigError: the message is too long.
+        ProcessLostError: the daemon has gone.
+        DeviceError: it does not answer, or its answer is damaged.
+        StaticLLMError: it refused.
     """
     try:
         answer = _answer(channel, message)

@@ -126,9 +126,11 @@ class EngineConnection:
     def encode(self, window: int, features: NDArray[np.float32], priority: int, released: Sequence[int] = ()) -> float:
         """Let the daemon encode a window, ``features [bands, columns]``, whose ``window`` is a number of this program.
 
-        It releases those in ``released`` before, as ``release_window`` says.
+        It releases those in ``released`` before, as ``release_window`` says. Returns the seconds of device time that a window
+        takes.
 
-        Returns the seconds of device time that a window takes. Raises as ``ask``.
+        Raises:
+            StaticLLMError: as for ``ask``.
         """
         num_bands = max(1, MAX_PART // features[0].nbytes)
         seconds = 0.0
@@ -144,7 +146,11 @@ class EngineConnection:
         self.tell(Message(Kind.RELEASE_WINDOW, body={"window": window}))
 
     def align(self, window: int, tokens: Sequence[int], priority: int) -> NDArray[np.float32]:
-        """Return the weights ``[heads, tokens, cross_window_len]`` of a text about a window. Raises as ``ask``."""
+        """Return the weights ``[heads, tokens, cross_window_len]`` of a text about a window.
+
+        Raises:
+            StaticLLMError: as for ``ask``.
+        """
         with self._aligning:
             answer = self.ask(
                 Message(Kind.ALIGN, body={"window": window, "tokens": list(tokens), "priority": priority})

@@ -149,9 +149,10 @@ class RemoteEngine:
         self._connection.tell(Message(Kind.CLAIM, body=body))
 
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
-        """Raise an error: a recording holds the calls of all programs, and is made in the daemon.
+        """Refuse to record: a recording holds the calls of all programs, and is made in the daemon.
 
-        Raises ``StaticLLMError``.
+        Raises:
+            StaticLLMError: always.
         """
         raise StaticLLMError("the engine is in the daemon: staticllm daemon trace records its calls")
 

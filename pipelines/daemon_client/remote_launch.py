@@ -43,10 +43,7 @@ class RemoteSpeech:
 
 @dataclass(frozen=True)
 class RemoteLaunched:
-    """A model that the daemon serves on ``device``; the counterpart of ``Launched``.
-
-    ``features_shape``: bands and columns of a window, of a speech model.
-    """
+    """A model that the daemon serves on ``device``; the counterpart of ``Launched``."""
 
     engine: RemoteEngine
     config: StaticLLMConfig
@@ -55,6 +52,7 @@ class RemoteLaunched:
     kv_type: str
     has_mapped_weights: bool
     features_shape: tuple[int, int] = (0, 0)
+    """Bands and columns of a window, of a speech model."""
     background: None = None
 
     def close(self, drain: bool = False) -> None:
@@ -83,12 +81,16 @@ def remote_launcher(
 ) -> Launch:
     """Return a function that loads a model in a daemon; True stands for the one that the programs of this user share.
 
-    ``has_own_tokenizer``: whether the pipeline has another tokenizer than that of the model's directory, which the daemon
-    uses. ``speech``: how a speech model is loaded; None for a language model.
+    The daemon reads the adapters and the draft model from their files. The function raises ``ConfigError`` if a property cannot
+    be sent to another process, ``DeviceError`` if no daemon can be reached, and another ``StaticLLMError`` if the daemon refuses
+    the model; the message says why.
 
-    The daemon reads the adapters and the draft model from their files. The function raises ``ConfigError`` if a property
-    cannot be sent to another process, ``DeviceError`` if no daemon can be reached, and another ``StaticLLMError`` if the
-    daemon refuses the model; the message says why.
+    Args:
+        daemon: True, or the home of a daemon.
+        draft: The draft model; None without one.
+        has_own_tokenizer: Whether the pipeline has another tokenizer than that of the model's directory, which the
+            daemon uses.
+        speech: How a speech model is loaded; None for a language model.
 
     Raises:
         ConfigError: ``daemon`` is something else.

@@ -61,8 +61,11 @@ class RemoteWindows:
     def encode(self, features: NDArray[np.float32], priority: int = 0) -> Future[int]:
         """Return the future number of a window, ``features [bands, columns]``; ``remove`` must follow once it is there.
 
-        Cancelling the future gives the window up. It raises ``ClosedError``, ``ProcessLostError`` (the daemon ended twice) and
-        what the daemon raises.
+        Cancelling the future gives the window up. The future raises ``ClosedError``, ``ProcessLostError`` if the daemon ended
+        twice, and what the daemon raises.
+
+        Raises:
+            ClosedError: this is a forked child.
         """
         check_process(self._pid)
         window = RemoteWindow(next(self._numbers), np.ascontiguousarray(features, np.float32), priority)
@@ -91,7 +94,10 @@ class RemoteWindows:
     def bring(self, connection: EngineConnection, number: int) -> None:
         """Let the daemon of a connection encode a window, if it has not.
 
-        Raises ``PromptError`` (the window was removed), ``ProcessLostError`` (the daemon has ended) and what it raises.
+        Raises:
+            PromptError: the window was removed.
+            ProcessLostError: the daemon has ended.
+            StaticLLMError: what the daemon raises.
         """
         window = self._windows.get(number)
         if window is None:

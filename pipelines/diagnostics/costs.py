@@ -18,17 +18,17 @@ POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class CostComparison:
-    """The cost of one variant: what plans assume, and the median of timed calls, both in ms.
-
-    ``is_estimate``: the variant itself was never timed before; its cost follows from others.
-    """
+    """The cost of one variant."""
 
     variant: str
     rows: int
     kv_len: int
     planned_ms: float
+    """What plans assume."""
     timed_ms: float
+    """The median of timed calls."""
     is_estimate: bool
+    """Whether the variant itself was never timed before; its cost follows from others."""
 
     @property
     def error(self) -> float:
@@ -39,7 +39,8 @@ class CostComparison:
 def wait_for_costs(engine: Engine, seconds: float, on_progress: Callable[[int, int], None] = lambda *_: None) -> bool:
     """Leave the engine idle until all wanted costs are measured, at most ``seconds``; return whether they are.
 
-    ``on_progress``: (costs measured, costs wanted).
+    Args:
+        on_progress: Gets the numbers of costs that are measured and wanted.
     """
     until = time.monotonic() + seconds
     total = engine.run_between_steps(lambda: engine.runner.probe.num_left)

@@ -74,10 +74,11 @@ SMALL = {"MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 64, "MAX_NUM_SEQS": 1, "MEASU
 
 @dataclass(frozen=True)
 class DecoderDiagnosis(Diagnosis[ProgramKind[Variant, ModelShape, ModelRunner]]):
-    """The questions about decoders. ``chunks``: the rows of the prefill programs that are verified."""
+    """The questions about decoders."""
 
     kind: type[ProgramKind[Variant, ModelShape, ModelRunner]] = DecoderKind
     chunks: tuple[int, ...] = CHUNKS
+    """The rows of the prefill programs that are verified."""
     takes_adapters = True
 
     def job(

@@ -34,7 +34,7 @@ from .reports import (
     Agreement,
     MemoryEstimate,
     ModelReport,
-    SecondsOrigin,
+    SecondsBasis,
     TimedEstimate,
     TimedVariant,
     Verdict,
@@ -74,12 +74,12 @@ class Jobs(dict[str, LoadJob[Any]]):
 class Diagnosis(Generic[K]):
     """The questions about one kind of model. A job names the model, the device and the choices.
 
-    ``kind``: the class of its ``ProgramKind``; None for a model in parts, which answers for the whole only. All methods raise
-    what lowering, loading or running the model does: ``ModelError``, ``UnsupportedModelError``, ``DeviceError`` or
-    ``ConfigError``.
+    All methods raise what lowering, loading or running the model does: ``ModelError``, ``UnsupportedModelError``,
+    ``DeviceError`` or ``ConfigError``.
     """
 
     kind: type[K]
+    """The class of its ``ProgramKind``; None for a model in parts, which answers for the whole only."""
 
     takes_adapters: ClassVar[bool] = False
     needs_tokenizer: ClassVar[bool] = True
@@ -94,7 +94,11 @@ class Diagnosis(Generic[K]):
         on_progress: OnProgress = lambda event: None,
         check: Callable[[ov.Core, object], str] = check_device,
     ) -> LoadJob[Any]:
-        """Return the job for a directory. ``properties``: those of a user. ``check`` refuses devices by a ``DeviceError``."""
+        """Return the job for a directory. ``check`` refuses devices by a ``DeviceError``.
+
+        Args:
+            properties: The user's, with GenAI's names.
+        """
         name = check(get_core(), device)
         resolved = resolve(properties, known_properties(get_core(), name))
         return LoadJob(self.kind(), directory, name, resolved.config, on_progress, resolved.explicit)
@@ -159,7 +163,8 @@ class Diagnosis(Generic[K]):
     def report_on_npu(self, job: LoadJob[K]) -> NPUReport:
         """Compile a model for the target of its job, and describe its programs by the compiler's schedules.
 
-        Raises as ``compile_for_report``.
+        Raises:
+            StaticLLMError: as for ``compile_for_report``.
         """
         found = compile_for_report(job)
         return NPUReport(self.report_of(job, found.plan), found.described())
@@ -167,7 +172,8 @@ class Diagnosis(Generic[K]):
     def estimate_on_npu(self, job: LoadJob[K]) -> NPUEstimate:
         """Compile a model for the target of its job, and predict its times by the compiler's schedules, and its memory.
 
-        Raises as ``compile_for_report``.
+        Raises:
+            StaticLLMError: as for ``compile_for_report``.
         """
         found = compile_for_report(job)
         report = self.report_of(job, found.plan)
@@ -189,7 +195,11 @@ class Diagnosis(Generic[K]):
         )
 
     def predicted(self, job: LoadJob[K], found: CompiledForReport, is_repriced: bool) -> PredictedTimes | None:
-        """Return the predicted times of a decoder; None for other kinds. ``is_repriced``: with 4-bit reads by their bytes."""
+        """Return the predicted times of a decoder; None for other kinds.
+
+        Args:
+            is_repriced: Whether 4-bit reads are priced by their bytes.
+        """
         del job, found, is_repriced
         return None
 
@@ -215,14 +225,14 @@ class Diagnosis(Generic[K]):
         return TimedVariant(variant, str(variant), None, seconds)
 
     def _timed(
-        self, report: ModelReport, parts: Mapping[str, int], seconds: Mapping[Any, float], origin: SecondsOrigin
+        self, report: ModelReport, parts: Mapping[str, int], seconds: Mapping[Any, float], basis: SecondsBasis
     ) -> TimedEstimate:
         variants = (self.timed(each, seconds.get(each)) for each in report.variants)
         return TimedEstimate(
             **needs(report, parts),
             programs=report.programs,
             num_programs=report.num_programs,
-            seconds_source=origin,
+            seconds_source=basis,
             variants=tuple(variants),
         )
 
@@ -261,7 +271,11 @@ class Diagnosis(Generic[K]):
         return self.try_out(self.job(directory, device, {}, on_progress))
 
     def original(self, job: LoadJob[K]) -> Callable[[Mapping[str, NDArray[Any]]], Mapping[str, NDArray[Any]]]:
-        """Return the original, from inputs by port name to outputs: the exported graph, whose ports have the programs' names."""
+        """Return the original, from inputs by port name to outputs: the exported graph, whose ports have the programs' names.
+
+        Raises:
+            ModelError: the CPU cannot compile it.
+        """
         model = job.read_model()
         try:
             compiled = get_core().compile_model(model, "CPU", dict(EXACT))

@@ -51,20 +51,24 @@ Logits = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class TextDivergence:
-    """What was found in one text or a part of it: per token, the divergence, and whether the most likely next token is the same.
-
-    ``losses`` and ``exact_losses`` are the negative logarithms of the probabilities of the text's next tokens, with the setting
-    and with the original. They are one shorter at the end of a text.
-    """
+    """What was found in one text or a part of it, per token."""
 
     divergences: NDArray[np.float64]
+    """The divergence."""
     is_same: NDArray[np.bool_]
+    """Whether the most likely next token is the same."""
     losses: NDArray[np.float64]
+    """Negative logarithms of the probabilities of the text's next tokens, with the setting; one shorter at the end of a text."""
     exact_losses: NDArray[np.float64]
+    """The same with the original."""
 
     @classmethod
     def of(cls, expected: Logits, found: Logits, following: list[int]) -> TextDivergence:
-        """Compare logits ``[tokens, vocab]`` with those of the reference. ``following``: the next tokens."""
+        """Compare logits ``[tokens, vocab]`` with those of the reference.
+
+        Args:
+            following: The next tokens.
+        """
         true = _log_softmax(expected)
         other = _log_softmax(found)
         places = np.arange(len(following))
@@ -91,8 +95,11 @@ def measure_divergence(
 ) -> Iterator[Divergence]:
     """Yield the divergence of every setting of this processor, those that the calibration chose among them, and of the original.
 
-    The original with the plugin's defaults stores keys and values in 8 bits, as GenAI does. ``on_progress``: (settings measured,
-    all settings). ``text`` is divided into passages of ``PASSAGE_LEN`` tokens; without it, the original writes texts.
+    The original with the plugin's defaults stores keys and values in 8 bits, as GenAI does. ``text`` is divided into passages of
+    ``PASSAGE_LEN`` tokens; without it, the original writes texts.
+
+    Args:
+        on_progress: Gets the numbers of settings that are measured, and of all.
 
     Raises:
         ConfigError: the device is not a CPU; the text is shorter than a passage; and what ``prepare`` raises.
@@ -126,7 +133,11 @@ def compare(label: str, expected: list[Logits], found: list[Logits]) -> Divergen
 
 
 def summary(label: str, texts: list[TextDivergence], parts: tuple[str, ...] = ()) -> Divergence:
-    """Return what was found in all texts. ``parts``: the parts of the work for which the calibration chose this setting."""
+    """Return what was found in all texts.
+
+    Args:
+        parts: The parts of the work for which the calibration chose this setting.
+    """
     joined = TextDivergence.joined(texts)
     means = [each.divergences.mean() for each in texts]
     mean = float(joined.divergences.mean())
@@ -157,7 +168,8 @@ def _divergence(true: NDArray[np.float64], other: NDArray[np.float64]) -> NDArra
 
 
 def reference_texts(models_path: Path) -> tuple[list[list[int]], list[Logits]]:
-    """Return texts that the original in f32 writes, sampled at temperature 1 with a fixed seed, and its logits after each token.
+    """Return texts that the original in f32 writes, sampled at temperature 1 with a fixed seed, and its logits ``[n, vocab]``
+    after each token.
 
     Such texts are typical of the model, which greedy texts are not: they tend to repeat themselves.
     """

@@ -51,7 +51,7 @@ from .reference import EncoderReference
 from .reports import (
     Agreement,
     EncoderReport,
-    PoolingOrigin,
+    PoolingDecider,
     TimedVariant,
     Verdict,
     difference,
@@ -93,7 +93,7 @@ class EncoderDiagnosis(Diagnosis[EncoderKind]):
 
     def report_of(self, job: EncoderJob, plan: EncoderPlan) -> EncoderReport:
         shape = plan.lowered.shape
-        pooling, origin = _pooling(job, shape)
+        pooling, decider = _pooling(job, shape)
         return EncoderReport(
             **self.described(job, plan),
             settings=label_of(get_core(), job.device, plan.options.properties["encode"]),
@@ -103,7 +103,7 @@ class EncoderDiagnosis(Diagnosis[EncoderKind]):
             first_position=shape.first_position if shape.has_positions else None,
             has_token_types=shape.has_token_types,
             pooling=pooling,
-            pooling_source=origin,
+            pooling_source=decider,
             num_dense=len(job.kind.files.dense),
             is_normalised=shape.output == "embeddings" and job.kind.chosen.is_normalised,
             max_length=shape.longest,
@@ -206,7 +206,7 @@ def try_reranker(job: LoadJob[Any], is_cross_encoder: bool) -> Trial:
     return Trial(how, "write the prompt of the model around both, or export its tokenizer again (docs/models.md)")
 
 
-def _pooling(job: EncoderJob, shape: EncoderShape) -> tuple[Pooling | None, PoolingOrigin]:
+def _pooling(job: EncoderJob, shape: EncoderShape) -> tuple[Pooling | None, PoolingDecider]:
     """Return how a text's vectors become one, and what decides that; None if they are scores."""
     if shape.output == "scores":
         return None, "the model's graph"

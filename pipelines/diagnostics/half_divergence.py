@@ -29,18 +29,17 @@ WHOLE_NORMS, NORMS_IN_STEPS = "f16", "f16, norms in steps"
 
 @dataclass(frozen=True)
 class HalfDivergence:
-    """The divergence of programs in f16.
-
-    ``how`` says where they ran. ``decides``: whether the model fails if they diverge; else they only inform. ``not_finite`` is
-    the number of tokens after which a logit was infinite or no number; the divergence is of the others. ``extremes``: what was
-    computed, if it was emulated.
-    """
+    """The divergence of programs in f16."""
 
     divergence: Divergence
     how: str
+    """Where they ran."""
     not_finite: int
+    """The number of tokens after which a logit was infinite or no number; the divergence is of the others."""
     extremes: Extremes | None
+    """What was computed, if it was emulated."""
     decides: bool = True
+    """Whether the model fails if they diverge; else they only inform."""
 
     @property
     def is_good(self) -> bool:
@@ -86,7 +85,11 @@ def measure_f16(job: LoadJob[Any]) -> Iterator[HalfDivergence]:
     """Yield the divergence of a decoder's programs in f16 on the job's device, or on the CPU with the passes of that device.
 
     An emulated program computes norms as one operation, as NPUs do, and decides; a second one rounds each of their steps, and
-    only informs. Raises ``ConfigError`` (the model is no decoder), and what lowering or running it does.
+    only informs.
+
+    Raises:
+        ConfigError: the model is no decoder.
+        StaticLLMError: what lowering or running it raises.
     """
     if job.kind.name != "decoder":
         raise ConfigError(

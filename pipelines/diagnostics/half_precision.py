@@ -34,14 +34,15 @@ _LONGEST_NORM = 8
 class Extremes:
     """The largest finite number that a program has computed before it was rounded to f16, and where.
 
-    Masks and masked scores are left out: they are far below zero on purpose. ``overflows`` counts the numbers that f16 cannot
-    hold, or that such numbers have led to; ``first`` is the node that computed the first of them.
+    Masks and masked scores are left out: they are far below zero on purpose.
     """
 
     largest: float = 0.0
     where: str = ""
     overflows: int = 0
+    """The number of numbers that f16 cannot hold, or that such numbers have led to."""
     first: str = ""
+    """The node that computed the first of them."""
 
     def reset(self) -> None:
         self.__init__()  # type: ignore[misc]
@@ -90,7 +91,8 @@ class RoundToF16(Op):  # type: ignore[misc]
 def round_to_f16(model: ov.Model, extremes: Extremes | None = None, has_whole_norms: bool = True) -> int:
     """Round every number that an NPU would hold while it runs ``model``, which is changed; return how many nodes are rounded.
 
-    ``has_whole_norms``: compute norms in one piece, else round their squares, too.
+    Args:
+        has_whole_norms: Whether norms are computed in one piece; else their squares are rounded, too.
     """
     flow = Dataflow.of(model)
     inside = {node.get_instance_id() for node in _inner_nodes(model)} if has_whole_norms else set()
@@ -108,8 +110,8 @@ def round_to_f16(model: ov.Model, extremes: Extremes | None = None, has_whole_no
 def _round(flow: Dataflow, output: ov.Output, extremes: Extremes | None) -> bool:
     """Round what the nodes on the device read of an output, and return whether any does."""
     on_device = ("own", "tokens")
-    readers = [port for port in output.get_target_inputs() if flow.origin(port.get_node()) in on_device]
-    is_computed = flow.origin(output.get_node()) != "constant"
+    readers = [port for port in output.get_target_inputs() if flow.dependence(port.get_node()) in on_device]
+    is_computed = flow.dependence(output.get_node()) != "constant"
     if not readers or not is_computed or output.get_element_type().get_type_name() not in _FLOATS:
         return False
     rounded = RoundToF16([output], output.get_node().get_friendly_name(), extremes)
@@ -127,7 +129,7 @@ def _masked_nodes(flow: Dataflow) -> set[int]:
         readers = {reader.get_type_name() for output in node.outputs() for reader in consumers(output)}
         is_converted = kind == "ConvertLike" and producers[0] in found
         is_score = kind == "Add" and bool(readers & {"Softmax", "Concat"}) and any(each in found for each in producers)
-        if flow.origin(node) == "shared" or is_converted or is_score:
+        if flow.dependence(node) == "shared" or is_converted or is_score:
             found.add(node.get_instance_id())
     return found
 
@@ -169,9 +171,10 @@ def _is_of_sum(node: ov.Node, producer: ov.Node) -> bool:
 
 @dataclass(frozen=True)
 class RoundedModel(LoweredModel):
-    """A lowered model whose programs are computed in f16 by rounding. ``extremes``: what they have computed."""
+    """A lowered model whose programs are computed in f16 by rounding."""
 
     extremes: Extremes = field(default_factory=Extremes)
+    """What they have computed."""
     has_whole_norms: bool = True
 
     @classmethod

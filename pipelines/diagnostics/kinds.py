@@ -54,7 +54,10 @@ def job_in(
 ) -> LoadJob[Any]:
     """Return the job for the model in a directory, whatever kind it is.
 
-    ``properties``: those of a pipeline for this kind. ``check`` raises a ``DeviceError`` for a device that cannot be used.
+    ``check`` raises a ``DeviceError`` for a device that cannot be used.
+
+    Args:
+        properties: The properties of a pipeline for this kind.
 
     Raises:
         ModelError: a file of the model is missing or damaged.

@@ -81,7 +81,11 @@ class CompiledForReport:
         )
 
     def seconds(self, is_repriced: bool) -> dict[Any, float]:
-        """Return the predicted seconds per call of each variant. ``is_repriced``: with 4-bit reads by their bytes."""
+        """Return the predicted seconds per call of each variant.
+
+        Args:
+            is_repriced: Whether 4-bit reads are priced by their bytes.
+        """
         found = {variant: self._described_program(variant) for variant in self.chains}
         return {variant: (each.repriced_us if is_repriced else each.us) * _US for variant, each in found.items()}
 
@@ -109,8 +113,10 @@ class CompiledForReport:
 def compile_for_report(job: LoadJob[Any]) -> CompiledForReport:
     """Compile all programs of a job for its target, with progress. Nothing is kept or written.
 
-    Raises ``DeviceError`` (the compiler refused a part, crashed or took too long; the message names the part), ``ConfigError``
-    (the programs are not to be in blocks) and what lowering raises.
+    Raises:
+        DeviceError: the compiler refused a part, crashed or took too long; the message names the part.
+        ConfigError: the programs are not to be in blocks.
+        UnsupportedModelError: a pass cannot lower the model.
     """
     target = job.target
     assert target is not None, "the job is for an NPU that is elsewhere"

@@ -23,23 +23,23 @@ MOST_DEAREST = 3
 
 @dataclass(frozen=True)
 class PartSchedule:
-    """The compiler's schedule of one part, in microseconds.
-
-    ``program`` is the one for which it was compiled; others may have it in common. ``repriced_us`` is the time with reads of
-    4-bit weights at the price of their bytes. ``engines`` has the time in which each engine is busy. ``kinds`` are the sums over
-    all layers of a kind, ``dearest`` single layers; both begin with the dearest. ``operations``: how often the part has each kind
-    of operation, the most frequent ones.
-    """
+    """The compiler's schedule of one part, in microseconds. Lists begin with what takes longest."""
 
     name: str
     program: str
+    """The one for which it was compiled; others may have it in common."""
     us: float
     repriced_us: float
+    """The time with reads of 4-bit weights at the price of their bytes."""
     engines: Mapping[str, float]
+    """The time in which each engine is busy."""
     num_dma_tasks: int
     kinds: tuple[LayerTime, ...]
+    """Sums over all layers of a kind."""
     dearest: tuple[LayerTime, ...]
+    """Single layers."""
     operations: Mapping[str, int]
+    """How often the part has each kind of operation, the most frequent ones."""
     blob_bytes: int
     compile_seconds: float
 
@@ -57,12 +57,10 @@ class PartSchedule:
 
 @dataclass(frozen=True)
 class PartCalls:
-    """How often a program calls a part, which role that has, and how many layers with KV slots each call runs.
-
-    ``index``: that of the part among all parts of the model, which have names like it in other programs.
-    """
+    """How often a program calls a part, which role that has, and how many layers with KV slots each call runs."""
 
     index: int
+    """The part's index among all parts of the model, which have names like it in other programs."""
     part: str
     count: int
     role: Role
@@ -78,8 +76,7 @@ class PartCalls:
 class ProgramSchedule:
     """One program: the sum of the schedules of its calls on the device, in microseconds.
 
-    ``read_bytes`` are those of the weights and KV slots that one run reads, and ``roof_us`` is the time of these reads alone at
-    the transfer rate of the platform's cost model. Before the calls on the device, the host runs one part.
+    Before the calls on the device, the host runs one part.
     """
 
     program: str
@@ -87,7 +84,9 @@ class ProgramSchedule:
     repriced_us: float
     calls: tuple[PartCalls, ...]
     read_bytes: int
+    """Bytes of the weights and KV slots that one run reads."""
     roof_us: float
+    """The time of these reads alone at the transfer rate of the platform's cost model."""
 
     def __str__(self) -> str:
         calls = ", ".join(map(str, self.calls))
@@ -104,16 +103,14 @@ class ProgramSchedule:
 
 @dataclass(frozen=True)
 class CompiledModel:
-    """The programs of a model for one platform, and how they were compiled.
-
-    ``host_operations``: how often the host's part of the first program has each kind of operation, the most frequent ones.
-    """
+    """The programs of a model for one platform, and how they were compiled."""
 
     platform: str
     compiler: str
     parts: tuple[PartSchedule, ...]
     programs: tuple[ProgramSchedule, ...]
     host_operations: Mapping[str, int]
+    """How often the host's part of the first program has each kind of operation, the most frequent ones."""
 
     @property
     def compile_seconds(self) -> float:
@@ -222,18 +219,17 @@ class PredictedTimes:
 
 @dataclass(frozen=True)
 class NPUEstimate(MemoryEstimate):
-    """What a model needs and is predicted to take on an NPU (``staticllm plan --platform``).
-
-    ``device_calls``: those of the first program, which is a decode step of one sequence in a decoder. ``times`` are None for a
-    model that is no decoder, ``repriced`` also if the platform prices the model's reads right. ``unknown``: what no schedule can
-    say.
-    """
+    """What a model needs and is predicted to take on an NPU (``staticllm plan --platform``)."""
 
     compiled: CompiledModel
     device_calls: int
+    """The calls of the first program, which is a decode step of one sequence in a decoder."""
     times: PredictedTimes | None
+    """None for a model that is no decoder."""
     repriced: PredictedTimes | None
+    """None also if the platform prices the model's reads right."""
     unknown: tuple[str, ...]
+    """What no schedule can say."""
 
     def as_dict(self) -> dict[str, Any]:
         sums = {"compile_seconds": self.compiled.compile_seconds, "blob_bytes": self.compiled.blob_bytes}

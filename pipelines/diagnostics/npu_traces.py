@@ -18,7 +18,11 @@ _REMEDY = "give another folder with --trace"
 
 
 def check_new_folder(folder: Path) -> Path:
-    """Return a folder that does not exist and can be made, before minutes of compiling. Raises ``ConfigError``."""
+    """Return a folder that does not exist and can be made, before minutes of compiling.
+
+    Raises:
+        ConfigError: it exists, or cannot be made.
+    """
     try:
         if os.path.lexists(folder):
             raise ConfigError(f"{str(folder)!r} exists already: {_REMEDY}, or remove it")

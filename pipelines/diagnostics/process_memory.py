@@ -85,15 +85,14 @@ def device_memory(core: ov.Core, device: str) -> int | None:
 
 @dataclass(frozen=True)
 class MemoryStage:
-    """Private memory in bytes after one stage, and how much of it was counted by itself (``counted``, by part).
-
-    ``part`` is the part to which the growth of what was not counted belongs; None if no part explains it.
-    """
+    """Private memory in bytes after one stage."""
 
     name: str
     part: str | None
+    """The part to which the growth of what was not counted belongs; None if no part explains it."""
     private: int
     counted: Mapping[str, int]
+    """How much of it was counted by itself, by part."""
 
     @property
     def others(self) -> int:
@@ -103,18 +102,17 @@ class MemoryStage:
 
 @dataclass(frozen=True)
 class MeasuredMemory:
-    """The private memory of a pipeline in a process of its own (``staticllm plan --measured``), in bytes.
-
-    ``bytes`` has an entry per part, and ``private`` is their sum, after the last of ``stages``. ``unknown`` says in one line what
-    this system does not tell; it is empty on Linux.
-    """
+    """The private memory of a pipeline in a process of its own (``staticllm plan --measured``), in bytes."""
 
     model: str
     device: str
     stages: tuple[MemoryStage, ...]
     bytes: Mapping[str, int]
+    """An entry per part."""
     private: int
+    """The sum of the parts, after the last of ``stages``."""
     unknown: str
+    """Says in one line what this system does not tell; it is empty on Linux."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object that ``staticllm plan --measured --json`` prints."""

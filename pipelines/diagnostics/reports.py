@@ -11,8 +11,8 @@ from staticllm.core import KVType, Part, Phase, Pooling, ProgramLayout, ProgramV
 from ...compiler_passes.pass_pipeline import PassReport
 
 Level = Literal["ok", "warn", "fail"]
-PoolingOrigin = Literal["the model's graph", "the user", "the model's files", "the default"]
-SecondsOrigin = Literal["measured now", "kept in the cache", "unknown"]
+PoolingDecider = Literal["the model's graph", "the user", "the model's files", "the default"]
+SecondsBasis = Literal["measured now", "kept in the cache", "unknown"]
 
 
 def mib(num_bytes: int, width: int = 0) -> str:
@@ -22,21 +22,20 @@ def mib(num_bytes: int, width: int = 0) -> str:
 
 @dataclass(frozen=True)
 class ModelReport:
-    """A lowered model of any kind (``staticllm inspect``).
-
-    ``programs`` is how programs share variants, ``num_programs`` how many are compiled. ``settings`` are the precision and the
-    quantization of activations, of each part of the work where parts can differ. ``buffers_bytes`` are those of the host's
-    memory behind the ports.
-    """
+    """A lowered model of any kind (``staticllm inspect``)."""
 
     model: str
     kind: str
     device: str
     programs: ProgramLayout
+    """How programs share variants."""
     num_programs: int
+    """How many are compiled."""
     settings: Mapping[Part, str] | str
+    """The precision and the quantization of activations, of each part of the work where parts can differ."""
     weights_bytes: int
     buffers_bytes: int
+    """Bytes of the host's memory behind the ports."""
     passes: tuple[PassReport, ...]
     variants: tuple[Any, ...]
 
@@ -102,24 +101,27 @@ class RecurrentReport:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One attention layer. ``mask`` is the label of its mask, one of ``DecoderReport.masks``."""
+    """One attention layer."""
 
     layer: int
     query_heads: int
     kv_heads: int
     head_dim: int
     mask: str
+    """The label of its mask, one of ``DecoderReport.masks``."""
 
 
 @dataclass(frozen=True)
 class KVReport:
-    """The KV slots of the arena. ``bytes`` are those of all ``num_slots``, ``host_bytes`` the most that the host pool takes."""
+    """The KV slots of the arena."""
 
     type: KVType
     num_slots: int
     bytes_a_token: int
     bytes: int
+    """Bytes of all ``num_slots``."""
     host_bytes: int
+    """The most that the host pool takes."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +136,7 @@ class VariantReport:
 
 @dataclass(frozen=True)
 class DecoderReport(ModelReport):
-    """A lowered decoder. ``is_packable``: whether one call can take rows of several sequences.
-
-    ``rope_limits``: the lengths of a text after which the model has other RoPE factors.
-    ``max_num_seqs`` is the most requests that run at once.
-    """
+    """A lowered decoder."""
 
     settings: Mapping[Part, str]
     variants: tuple[VariantReport, ...]
@@ -147,11 +145,14 @@ class DecoderReport(ModelReport):
     states: tuple[StateReport, ...]
     recurrent: RecurrentReport
     is_packable: bool
+    """Whether one call can take rows of several sequences."""
     rope_limits: tuple[int, ...]
+    """The lengths of a text after which the model has other RoPE factors."""
     layers: tuple[LayerReport, ...]
     masks: tuple[str, ...]
     kv: KVReport
     max_num_seqs: int
+    """The most requests that run at once."""
 
     def rows(self) -> list[tuple[str, str]]:
         kv = self.kv
@@ -206,30 +207,31 @@ def _grouped(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, list[Any]]]:
 
 @dataclass(frozen=True)
 class EncoderReport(ModelReport):
-    """A lowered encoder.
-
-    ``width``: the numbers per text. ``first_position``: the position of a text's first token; None if the model takes no
-    positions. ``pooling`` is None for scores. ``max_length``: the most tokens of a text. ``reasons``: why texts cannot share a
-    sequence, empty if they can. ``shares_prefixes``: whether a common beginning of texts is computed once per sequence.
-    ``unsafe_rows``: numbers of rows for which no static program is made.
-    """
+    """A lowered encoder."""
 
     settings: str
     output: str
     width: int
+    """The numbers per text."""
     masks: tuple[str, ...]
     first_position: int | None
+    """The position of a text's first token; None if the model takes no positions."""
     has_token_types: bool
     pooling: Pooling | None
-    pooling_source: PoolingOrigin
+    """None for scores."""
+    pooling_source: PoolingDecider
     num_dense: int
     is_normalised: bool
     max_length: int
+    """The most tokens of a text."""
     vocab_size: int | None
     is_packable: bool
     shares_prefixes: bool
+    """Whether a common beginning of texts is computed once per sequence."""
     reasons: tuple[str, ...]
+    """Why texts cannot share a sequence, empty if they can."""
     unsafe_rows: tuple[int, ...]
+    """Numbers of rows for which no static program is made."""
 
     def rows(self) -> list[tuple[str, str]]:
         ids = f", {self.vocab_size} token ids" if self.vocab_size else ""
@@ -268,18 +270,17 @@ def encoder_size(variant: Any) -> str:
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """The memory that a model needs on a device (``staticllm plan``).
-
-    ``bytes`` has an entry per part, and ``needed`` is their sum. ``available`` and ``fits`` are None if the device does not
-    report its memory, or if it was measured what the model takes.
-    """
+    """The memory that a model needs on a device (``staticllm plan``), in bytes."""
 
     model: str
     device: str
     is_present: bool
     bytes: Mapping[str, int]
+    """An entry per part."""
     needed: int
+    """The sum of these bytes."""
     available: int | None
+    """None if the device does not report its memory, or if it was measured what the model takes; so is ``fits``."""
     fits: bool | None
 
     def as_dict(self) -> dict[str, Any]:
@@ -364,7 +365,7 @@ class TimedEstimate(MemoryEstimate):
 
     programs: ProgramLayout
     num_programs: int
-    seconds_source: SecondsOrigin
+    seconds_source: SecondsBasis
     variants: tuple[TimedVariant, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -376,14 +377,14 @@ class TimedEstimate(MemoryEstimate):
 
     def lines(self) -> list[str]:
         hint = "; --measured measures it, -p CACHE_DIR=… reads it from a cache"
-        origin = f"time per call: {self.seconds_source}" + (hint if self.seconds_source == "unknown" else "")
+        basis = f"time per call: {self.seconds_source}" + (hint if self.seconds_source == "unknown" else "")
         times = [
             f"  {each.label:<22} {each.seconds * 1e3:9.2f} ms"
             + ("" if each.num_tokens is None else f"  {each.num_tokens / each.seconds:9.0f} tokens/s")
             for each in self.variants
             if each.seconds is not None
         ]
-        return [*super().lines(), origin, *times]
+        return [*super().lines(), basis, *times]
 
     def _fit_lines(self) -> list[str]:
         is_measured = self.seconds_source == "measured now" and self.available is not None
@@ -392,18 +393,17 @@ class TimedEstimate(MemoryEstimate):
 
 @dataclass(frozen=True)
 class Agreement:
-    """How far a compiled model agrees with the original (``compile --verify``), compared in ``places`` of one text.
-
-    ``agreement`` is the share of places where the most likely token is the same. ``distance`` is the largest difference of
-    logits, as a share of the range of the original's logits. ``is_ok``: whether both are within the limits for a blob set.
-    ``against`` names the device and the precision of the original.
-    """
+    """How far a compiled model agrees with the original (``compile --verify``), compared in ``places`` of one text."""
 
     is_ok: bool
+    """Whether both are within the limits for a blob set."""
     agreement: float
+    """The share of places where the most likely token is the same."""
     distance: float
+    """The largest difference of logits, as a share of the range of the original's logits."""
     places: int
     against: str
+    """Names the device and the precision of the original."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object that a manifest stores under ``verification``."""
@@ -412,27 +412,28 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far the probabilities of a model with some settings diverge from those of the original in f32.
-
-    ``mean``, ``percentile_99`` and ``largest`` are Kullback-Leibler divergences per token, in nats, over ``tokens`` places of
-    several texts.
-    ``error`` is the standard error of the mean, from the means of the texts. ``agreement`` is the share of places where the
-    most likely token is the same. ``chosen_for``: the parts of the work for which the calibration chose these settings.
-    ``is_within``: whether the mean is at most that of a setting that may be chosen without being asked for. ``perplexity`` is
-    that of the texts with these settings, ``exact_perplexity`` that of the original; None where the texts' tokens are not known.
-    """
+    """How far the probabilities of a model with some settings diverge from those of the original in f32."""
 
     settings: str
     chosen_for: tuple[str, ...]
+    """The parts of the work for which the calibration chose these settings."""
     mean: float
+    """Kullback-Leibler divergence per token, in nats, over ``tokens`` places of several texts."""
     error: float
+    """The standard error of the mean, from the means of the texts."""
     percentile_99: float
+    """The 99th percentile of that divergence."""
     largest: float
+    """The largest one."""
     agreement: float
+    """The share of places where the most likely token is the same."""
     tokens: int
     is_within: bool
+    """Whether the mean is at most that of a setting that may be chosen without being asked for."""
     perplexity: float | None = None
+    """The perplexity of the texts with these settings; None where the texts' tokens are not known."""
     exact_perplexity: float | None = None
+    """The perplexity of the texts with the original."""
 
 
 @dataclass(frozen=True)
@@ -455,17 +456,15 @@ class TokenTimes:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One check of ``staticllm verify``.
-
-    ``value`` is the largest difference as a share of the range of the original's numbers, or the share of equal tokens;
-    ``figure`` says it in words.
-    """
+    """One check of ``staticllm verify``."""
 
     check: str
     is_ok: bool
     value: float
+    """The largest difference as a share of the range of the original's numbers, or the share of equal tokens."""
     detail: str = ""
     figure: str = ""
+    """Says it in words."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object of the check that ``staticllm verify --json`` prints."""
@@ -484,9 +483,10 @@ def difference(check: str, share: float, tolerance: float, numbers: str = "numbe
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of ``staticllm doctor``. ``remedy`` is empty if nothing need be done."""
+    """One line of ``staticllm doctor``."""
 
     level: Level
     name: str
     value: str
     remedy: str = ""
+    """Empty if nothing need be done."""

@@ -63,7 +63,10 @@ def probe_times(models_path: str | os.PathLike[str], device: str, config: Static
     """Yield the times of one product with each shape of matrix that the model repeats, with each setting and number of rows.
 
     The calibration chooses by the same products (``compiler_passes/compiling/autotune.py``). The candidates run in turn, and no
-    cache holds the weights. Only the CPU has candidates, and only models with compressed weights. Raises what ``prepare`` raises.
+    cache holds the weights. Only the CPU has candidates, and only models with compressed weights.
+
+    Raises:
+        StaticLLMError: as for ``prepare``.
     """
     plan = prepare(check_model_dir(models_path, False), device, config)
     matrices = repeated_matrices(plan.lowered.graph.model) if kind(device) == "CPU" else []

@@ -51,7 +51,12 @@ class SpeechDiagnosis(Diagnosis[Any]):
     ) -> Jobs:
         """Return the jobs of the encoder, of the decoder, and with ``WORD_TIMESTAMPS`` of the alignment of words.
 
-        ``properties``: those of ``StaticWhisperPipeline``. Raises ``ModelError``, ``DeviceError`` and ``ConfigError``.
+        ``properties`` are those of ``StaticWhisperPipeline``.
+
+        Raises:
+            ModelError: the directory is no speech model.
+            DeviceError: the device is not on this machine.
+            ConfigError: a property is unknown or has an impossible value.
         """
         files = speech_files(directory)
         given = dict(properties)
@@ -73,13 +78,19 @@ class SpeechDiagnosis(Diagnosis[Any]):
     def verdicts_of(self, jobs: Jobs, modes: Sequence[ProgramMode]) -> Iterator[Verdict]:
         """Compare the logits of a text about a window of noise with those of the original in f32, and yield a verdict per mode.
 
-        Raises what loading the programs does, and ``ModelError`` (the CPU cannot run the original).
+        Raises:
+            ModelError: the CPU cannot run the original.
+            StaticLLMError: what loading the programs raises.
         """
         encoder, decoder, *_ = jobs.values()
         return _verdicts(encoder, decoder, modes)
 
     def try_model(self, directory: Path, device: str, on_progress: OnProgress) -> Trial:
-        """Load the model, and let it transcribe a second of noise. Raises as ``StaticWhisperPipeline`` and its ``generate``."""
+        """Load the model, and let it transcribe a second of noise.
+
+        Raises:
+            StaticLLMError: as for ``StaticWhisperPipeline`` and its ``generate``.
+        """
         with StaticWhisperPipeline(directory, device, on_progress=on_progress) as pipeline:
             sound = np.random.default_rng(0).uniform(-0.1, 0.1, SECOND).astype(np.float32)
             pipeline.generate(sound, max_new_tokens=8)

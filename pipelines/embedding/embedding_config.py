@@ -24,25 +24,24 @@ POOLINGS: dict[object, Pooling] = {
 
 @dataclass
 class EmbeddingConfig:
-    """The options of ``openvino_genai.TextEmbeddingPipeline.Config``; None for what the model's files say.
-
-    Attributes:
-        max_length: The most tokens of a text; longer ones are truncated.
-        pad_to_max_length, batch_size, padding_side: Accepted and ignored: texts are packed, not padded, in any number.
-        pooling_type: How the vectors of tokens become one.
-        normalize: Whether vectors have length 1.
-        query_instruction: The text before each query.
-        embed_instruction: The text before each document.
-    """
+    """The options of ``openvino_genai.TextEmbeddingPipeline.Config``; None for what the model's files say."""
 
     max_length: int | None = None
+    """The most tokens of a text; longer ones are truncated."""
     pad_to_max_length: bool | None = None
+    """Accepted and ignored: texts are packed, not padded."""
     batch_size: int | None = None
+    """Accepted and ignored: a call takes any number of texts."""
     pooling_type: PoolingType | None = None
+    """How the vectors of tokens become one."""
     normalize: bool = True
+    """Whether vectors have length 1."""
     query_instruction: str | None = None
+    """The text before each query."""
     embed_instruction: str | None = None
+    """The text before each document."""
     padding_side: str | None = None
+    """Accepted and ignored, like ``pad_to_max_length``."""
 
     def validate(self) -> None:
         """Check the values.
@@ -67,18 +66,16 @@ class EmbeddingConfig:
 
 @dataclass
 class RerankConfig:
-    """The options of ``openvino_genai.TextRerankPipeline.Config``; None for what the model's files say.
-
-    Attributes:
-        top_n: The number of texts that ``rerank`` returns.
-        max_length: The most tokens of a query with a text; longer texts are truncated.
-        pad_to_max_length, padding_side: Accepted and ignored: texts are packed, not padded.
-    """
+    """The options of ``openvino_genai.TextRerankPipeline.Config``; None for what the model's files say."""
 
     top_n: int = 3
+    """The number of texts that ``rerank`` returns."""
     max_length: int | None = None
+    """The most tokens of a query with a text; longer texts are truncated."""
     pad_to_max_length: bool | None = None
+    """Accepted and ignored: texts are packed, not padded."""
     padding_side: str | None = None
+    """Accepted and ignored, like ``pad_to_max_length``."""
 
     def validate(self) -> None:
         """Check the values.

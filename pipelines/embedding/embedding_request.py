@@ -102,18 +102,16 @@ class RequestFuture(InterruptibleFuture[Vectors]):
 
 @dataclass(eq=False)
 class EmbeddingRequest:
-    """The texts of one call of a user. ``future`` gets their vectors ``[n, width]``, or the error of the first that failed.
-
-    ``deadline`` is a moment of ``time.perf_counter`` after which texts are not run any more. ``news`` gets an entry whenever
-    ``num_done`` texts have become more, and at the end. ``device_seconds`` is its part of the calls that ended.
-    """
+    """The texts of one call of a user."""
 
     texts: Sequence[TokenizedText]
     width: int
     priority: int = 0
     deadline: float | None = None
+    """A moment of ``time.perf_counter`` after which texts are not run any more."""
     arrival: float = field(default_factory=time.perf_counter)
     future: RequestFuture = field(default_factory=RequestFuture)
+    """Gets the vectors ``[n, width]``, or the error of the first text that failed."""
     id: int = field(default_factory=lambda: next(_numbers))
 
     def __post_init__(self) -> None:
@@ -134,7 +132,7 @@ class EmbeddingRequest:
         return self.deadline is not None and now >= self.deadline
 
     def put(self, index: int, vector: Vectors) -> None:
-        """Store the vector of one text; after the last one, deliver all vectors."""
+        """Store the vector ``[width]`` of one text; after the last one, deliver all vectors."""
         self.vectors[index] = vector
         with self._lock:
             self.num_done += 1
@@ -161,7 +159,9 @@ class EmbeddingRequest:
             self.news.put(None)
 
     def wait(self, on_progress: Callable[[int, int], None] | None = None) -> Vectors:
-        """Return what ``collect`` returns; an exception, also of ``on_progress`` and Ctrl-C, cancels the request."""
+        """Return the vectors ``[n, width]`` as ``collect`` does; an exception, also of ``on_progress`` and Ctrl-C, cancels the
+        request.
+        """
         try:
             return self.collect(on_progress)
         except BaseException:

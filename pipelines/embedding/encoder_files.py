@@ -49,24 +49,24 @@ DOCUMENT_NAMES = ("document", "passage", "corpus")
 
 @dataclass(frozen=True)
 class EncoderFiles:
-    """The settings in the files of sentence-transformers; None or empty where the files have none.
-
-    ``max_length`` is in tokens. ``prompts``: texts to put before queries (``query``) and documents (the first of
-    ``DOCUMENT_NAMES`` that is not empty); ``default_prompt`` goes before texts of which nothing is said.
-    ``is_lower_cased`` says whether texts are made lower case before the tokenizer gets them.
-    ``is_normalised`` says whether the model's modules end with a normalisation, ``is_prompt_pooled`` whether the tokens of a
-    prompt count in the vector of its text. ``score_tokens``: the tokens for a bad and for a good text (``LogitScore``).
-    """
+    """The settings in the files of sentence-transformers; None or empty where the files have none."""
 
     pooling: Pooling | None = None
     dense: tuple[Dense, ...] = ()
     max_length: int | None = None
+    """In tokens."""
     prompts: Mapping[str, str] = field(default_factory=dict)
+    """Texts to put before queries (``query``) and documents (the first of ``DOCUMENT_NAMES`` that is not empty)"""
     is_normalised: bool | None = None
+    """Whether the model's modules end with a normalisation."""
     is_prompt_pooled: bool = True
+    """Whether the tokens of a prompt count in the vector of its text."""
     default_prompt: str = ""
+    """Goes before texts of which nothing is said."""
     is_lower_cased: bool = False
+    """Whether texts are made lower case before the tokenizer gets them."""
     score_tokens: tuple[int, ...] = ()
+    """The tokens for a bad and for a good text (``LogitScore``)."""
 
     @property
     def document_prompt(self) -> str:

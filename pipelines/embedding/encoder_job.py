@@ -21,7 +21,7 @@ from staticllm.properties import resolve
 from ...compiler_passes.artifacts.blob_set import is_ours
 from ..launch.arguments import read_tokenizer
 from ..launch.genai_properties import from_genai
-from ..loading.kind import LoadJob, Origin
+from ..loading.kind import LoadJob, ProgramsFrom
 from ..loading.load import load_job
 from .encoder_files import EncoderFiles, read_encoder_files
 from .encoder_kind import EncoderChoices, EncoderJob, EncoderKind
@@ -77,7 +77,10 @@ def encoder_job(
 
 
 def encoder_config(device: str, properties: Mapping[str, object], names: Sequence[str] = ()) -> StaticLLMConfig:
-    """Return the config of an encoder. ``names``: other options, for which a misspelled property may stand.
+    """Return the config of an encoder.
+
+    Args:
+        names: Other options, for which a misspelled property may stand.
 
     Raises:
         ConfigError: a property is unknown, is no option of an encoder, or its value is impossible.
@@ -97,14 +100,15 @@ def encoder_config(device: str, properties: Mapping[str, object], names: Sequenc
 
 @dataclass(frozen=True)
 class LoadedEncoder:
-    """An encoder that is ready to run, its tokenizer, and the settings in its files. ``max_length`` is in tokens."""
+    """An encoder that is ready to run, its tokenizer, and the settings in its files."""
 
     runner: EncoderRunner
     tokenizer: genai.Tokenizer
     files: EncoderFiles
     max_length: int
+    """In tokens."""
     vocab_size: int | None
-    origin: Origin = "compiled"
+    programs_from: ProgramsFrom = "compiled"
 
 
 def load_encoder(
@@ -134,4 +138,4 @@ def load_encoder(
         loaded.keep_costs()
         on_progress(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
     shape = loaded.programs.shape
-    return LoadedEncoder(loaded.runner, tokenizer, kind.files, shape.longest, shape.vocab_size, loaded.origin)
+    return LoadedEncoder(loaded.runner, tokenizer, kind.files, shape.longest, shape.vocab_size, loaded.programs_from)

@@ -55,9 +55,10 @@ REST_ROWS, BEGINNINGS = (8, 12, 16, 24, 32, 48, 64, 96, 128), (32, 64, MOST_TOKE
 def continuing_for(longest: int, is_shared: bool, rows: int = CHUNK_ROWS) -> tuple[EncoderVariant, ...]:
     """Return the variants that continue texts of up to ``longest`` tokens: at most one, or several if they share a program.
 
-    ``rows``: those of a call that continues a text, unless it shares a program.
-
     In a shared program, a text can go on after any number of its tokens: a beginning may be kept, and chunks may be short.
+
+    Args:
+        rows: The rows of a call that continues a text, unless it shares a program.
     """
     if not is_shared:
         most = -(-longest // rows) * rows - rows  # all chunks but the last one are full
@@ -110,22 +111,22 @@ EncoderPrograms: TypeAlias = CompiledPrograms[EncoderVariant, EncoderShape]
 
 @dataclass(frozen=True)
 class EncoderChoices:
-    """What the user chose; None for what the model's files say. ``names``: what else the caller's constructor takes.
-
-    ``max_length`` is in tokens, ``sizes`` are the batches and rows of the programs, ``properties`` are OpenVINO's and those in
-    ``OPTIONS``, by their names in capitals. ``score_tokens`` are the
-    tokens whose logits a causal language model returns, in place of hidden states. ``output``: what the caller can use; None for
-    either.
-    """
+    """What the user chose; None for what the model's files say."""
 
     pooling: Pooling | None = None
     is_normalised: bool = True
     max_length: int | None = None
+    """In tokens."""
     sizes: Sequence[tuple[int, int]] | None = None
+    """The batches and rows of the programs."""
     properties: Mapping[str, object] | None = None
+    """OpenVINO's and those in ``OPTIONS``, by their names in capitals."""
     score_tokens: tuple[int, ...] = ()
+    """The tokens whose logits a causal language model returns, in place of hidden states."""
     output: Literal["embeddings", "scores"] | None = None
+    """What the caller can use; None for either."""
     names: Sequence[str] = ()
+    """What else the caller's constructor takes."""
 
 
 @dataclass(frozen=True)
@@ -138,15 +139,14 @@ class EncoderSetChoices:
 
 @dataclass(frozen=True)
 class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
-    """The kind of an encoder, with everything that the user and the model's files choose.
-
-    ``max_length``: the tokens of a text that are asked for; the graph may allow fewer. ``pad_id`` fills idle rows.
-    """
+    """The kind of an encoder, with everything that the user and the model's files choose."""
 
     chosen: EncoderChoices
     files: EncoderFiles
     max_length: int
+    """The tokens of a text that are asked for; the graph may allow fewer."""
     pad_id: int = 0
+    """Fills idle rows."""
 
     name = "encoder"
     variant = EncoderVariant
@@ -168,7 +168,11 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         return bool(self.chosen.score_tokens) or self.pooling in (None, "last")
 
     def check_graph(self, model: ov.Model, directory: Path) -> None:
-        """Check that the model is an encoder, or a decoder of which it is said how its vectors are pooled."""
+        """Check that the model is an encoder, or a decoder of which it is said how its vectors are pooled.
+
+        Raises:
+            ModelError: it is neither, or made of a GGUF file.
+        """
         check_kind(model, directory, "encoder", self.can_embed)
         given = given_as(directory)
         if given != str(directory):
@@ -246,7 +250,11 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
 
     @staticmethod
     def check_stored(shape: EncoderShape, content: Mapping[str, Any]) -> None:
-        """Check the choices, the layout, the pooling and the longest text."""
+        """Check the choices, the layout, the pooling and the longest text.
+
+        Raises:
+            ValueError: one of them is impossible.
+        """
         stored(EncoderSetChoices, content["config"])
         ProgramKind.check_stored(shape, content)
         if content["programs"] not in ("separate", "blocks", "shared"):

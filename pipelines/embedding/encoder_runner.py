@@ -118,7 +118,10 @@ class EncoderRunner:
     ) -> None:
         """Run every variant, so that its cost is known; the least of ``num_runs`` runs counts.
 
-        ``known``: seconds per call that need not be measured again. ``on_progress`` gets an event after each variant.
+        ``on_progress`` gets an event after each variant.
+
+        Args:
+            known: Seconds per call that need not be measured again.
         """
         for variant, seconds in (known or {}).items():
             if variant in self._compiled:

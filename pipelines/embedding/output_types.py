@@ -43,7 +43,7 @@ def as_vectors(given: Any) -> NDArray[Any]:
 
 
 def check_output_type(output_type: str, calibration: NDArray[Any] | None, width: int) -> None:
-    """Check an output type and its calibration for vectors of ``width`` values, before any text is embedded.
+    """Check an output type and its calibration ``[n, width]``, before any text is embedded.
 
     Raises:
         ConfigError: the type is unknown, or the calibration does not fit it.
@@ -79,7 +79,7 @@ def ranges_of(vectors: NDArray[Any]) -> Ranges:
 
 
 def own_ranges(vectors: NDArray[np.float32]) -> Ranges:
-    """Return the ranges of the vectors that they are to divide, and warn if these are few.
+    """Return the ranges of the vectors ``[n, width]`` that they are to divide, and warn if these are few.
 
     Raises:
         ConfigError: there are fewer than 2 vectors.

@@ -176,7 +176,7 @@ class TextTokenizer:
 def longest_first(
     first: NDArray[np.int64], second: NDArray[np.int64], room: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the first ids of both, at most ``room`` together: the longer loses ids until both are equally long."""
+    """Return the first ids of both, ``[n]`` each, at most ``room`` together: the longer loses ids until both are equally long."""
     if len(first) + len(second) <= room:
         return first, second
     shorter = min(len(first), len(second), room // 2)

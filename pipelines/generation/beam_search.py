@@ -84,16 +84,14 @@ class BeamRules:
 
 @dataclass(frozen=True)
 class BeamParams:
-    """The parameters of one search, with the names and meanings of ``openvino_genai.GenerationConfig``.
-
-    ``no_repeat_ngram_size`` is None if n-grams may repeat.
-    """
+    """The parameters of one search, with the names and meanings of ``openvino_genai.GenerationConfig``."""
 
     num_beams: int
     num_beam_groups: int = 1
     diversity_penalty: float = 0.0
     length_penalty: float = 1.0
     no_repeat_ngram_size: int | None = None
+    """None if n-grams may repeat."""
     stop_criteria: StopCriteria = "heuristic"
 
     @property
@@ -103,14 +101,13 @@ class BeamParams:
 
 @dataclass(frozen=True)
 class BeamLimits:
-    """Where answers end.
-
-    ``max_new_tokens`` is None without a limit. None of ``stop_token_ids`` is among the first ``min_new_tokens`` tokens.
-    """
+    """Where answers end."""
 
     max_new_tokens: int | None
+    """None without a limit."""
     stop_token_ids: Collection[int] = frozenset()
     min_new_tokens: int = 0
+    """None of ``stop_token_ids`` is among this many first tokens."""
 
 
 @dataclass(frozen=True)
@@ -123,24 +120,25 @@ class Successor:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """An answer that has ended: its tokens, what each adds to the sum of log-probabilities, and ``score``.
-
-    The score is this sum, divided by the length to the power of ``length_penalty``. Diversity penalties are in the sum.
-    """
+    """An answer that has ended."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    """What each token adds to the sum of log-probabilities, less diversity penalties."""
     score: float
+    """That sum, divided by the length to the power of ``length_penalty``."""
     reason: FinishReason
 
 
 @dataclass(frozen=True)
 class _Beam:
-    """An answer in progress. ``logprobs`` are those of its tokens, less diversity penalties, and ``total`` is their sum."""
+    """An answer in progress."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    """The log-probabilities of its tokens, less diversity penalties."""
     total: float = 0.0
+    """The sum of ``logprobs``."""
 
     def followed_by(self, token: int, logprob: float) -> _Beam:
         return _Beam((*self.tokens, token), (*self.logprobs, logprob), self.total + logprob)
@@ -148,9 +146,10 @@ class _Beam:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A beam with one more token; ``parent`` is the index of the beam that it continues."""
+    """A beam with one more token."""
 
     parent: int
+    """The index of the beam that it continues."""
     beam: _Beam
 
     @property

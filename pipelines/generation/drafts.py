@@ -22,32 +22,29 @@ MANY_TOKENS = 32
 
 @dataclass(frozen=True)
 class DraftParams:
-    """How the tokens of a request are drafted, as plain values.
-
-    Args:
-        max_ngram_size: The longest n-gram at the end of the tokens that prompt lookup searches in them; 0 without prompt lookup.
-        max_tokens: The most tokens of a draft; 0 if only the engine limits them.
-        uses_model: Whether the draft model of the pipeline proposes tokens where prompt lookup finds none.
-        confidence: A draft of the model ends before the first token whose probability is lower.
-    """
+    """How the tokens of a request are drafted, as plain values."""
 
     max_ngram_size: int = 0
+    """The longest n-gram at the end of the tokens that prompt lookup searches in them; 0 without prompt lookup."""
     max_tokens: int = 0
+    """The most tokens of a draft; 0 if only the engine limits them."""
     uses_model: bool = False
+    """Whether the draft model of the pipeline proposes tokens where prompt lookup finds none."""
     confidence: float = 0.0
+    """A draft of the model ends before the first token whose probability is lower."""
 
 
 @dataclass(frozen=True)
 class Draft:
     """Tokens that may follow; empty if nothing is proposed.
 
-    Drafts of one ``kind`` are expected to be accepted equally often, which the engine measures. ``is_certain``: no other tokens
-    can follow, for example because a grammar forces these.
+    Drafts of one ``kind`` are expected to be accepted equally often, which the engine measures.
     """
 
     tokens: tuple[int, ...] = ()
     kind: str = ""
     is_certain: bool = False
+    """Whether no other tokens can follow, for example because a grammar forces these."""
 
 
 NO_DRAFT = Draft()

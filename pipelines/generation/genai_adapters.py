@@ -32,11 +32,12 @@ _LOCK = threading.Lock()
 
 @dataclass
 class KnownAdapter:
-    """An adapter object of GenAI, and where its numbers come from. ``name`` is "" until they were read."""
+    """An adapter object of GenAI, and where its numbers come from."""
 
     handle: genai.Adapter
     file: Path | bytes
     name: str = ""
+    """"" until they were read."""
 
     def read(self) -> LoraAdapter:
         """Read the numbers.

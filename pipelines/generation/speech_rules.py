@@ -16,31 +16,28 @@ from .logits_processors import BadWords, LogitsProcessor, MinNewTokens
 
 @dataclass(frozen=True)
 class TimestampParams:
-    """How timestamps are written: ``eos`` ends a text, ``begin`` is 0.00 s and the token before it says that there are none.
-
-    A window begins with a timestamp up to ``max_initial_index``, in steps of 0.02 s.
-    """
+    """How timestamps are written, in steps of 0.02 s."""
 
     eos: int
+    """Ends a text."""
     begin: int
+    """0.00 s; the token before it says that there are no timestamps."""
     max_initial_index: int = 50
+    """The last timestamp with which a window begins."""
 
 
 @dataclass(frozen=True)
 class SpeechRules:
-    """The rules for the text of one window.
-
-    Attributes:
-        begin_suppress_tokens: Tokens that are not chosen first.
-        suppress_tokens: Tokens that are never chosen.
-        allowed_tokens: Tokens of which one is chosen; empty for no such limit.
-        timestamps: How timestamps are written; None for text without any.
-    """
+    """The rules for the text of one window."""
 
     begin_suppress_tokens: tuple[int, ...] = ()
+    """Tokens that are not chosen first."""
     suppress_tokens: tuple[int, ...] = ()
+    """Tokens that are never chosen."""
     allowed_tokens: tuple[int, ...] = ()
+    """Tokens of which one is chosen; empty for no such limit."""
     timestamps: TimestampParams | None = None
+    """How timestamps are written; None for text without any."""
 
     def processors(self, vocab_size: int) -> list[LogitsProcessor]:
         """Return new processors for one answer, in the order of GenAI."""

@@ -67,8 +67,11 @@ class GrammarCompiler:
     ) -> AnswerMatcher:
         """Return a matcher at the beginning of an answer, for logits ``[vocab_size]``.
 
-        Reasoning before the answer proper has at most half of the tokens that the shortest answer leaves. ``finishes``: the
-        matcher says which tokens leave room for the end of the answer, if it has ``max_new_tokens``.
+        Reasoning before the answer proper has at most half of the tokens that the shortest answer leaves.
+
+        Args:
+            finishes: Whether the matcher says which tokens leave room for the end of the answer, if it has
+                ``max_new_tokens``.
 
         Raises:
             GenerationConfigError: llguidance is not installed, the grammar cannot be compiled, or its shortest answer is longer

@@ -324,7 +324,10 @@ def told_apart(facts: SchemaFacts, options: Sequence[AnySchema], within: Atoms) 
     Options that differ in their types, in their listed values (``const`` and ``enum``) or in a property that must be there stay
     as they are. Two kinds of options get narrower. Objects with a property that has other listed values in each option must have
     it, also where it has a default. Objects that differ only in which properties they require must not have those that only the
-    other ones require. ``within``: the types of values that the schema around them allows.
+    other ones require.
+
+    Args:
+        within: The types of values that the schema around them allows.
 
     Raises:
         InexpressibleError: two options may hold together, or there are too many of them to tell.

@@ -16,9 +16,10 @@ from typing import Any, ClassVar, TypeAlias
 
 
 class Node:
-    """A part of a grammar. ``is_regular``: a regular expression can say it, if it can say its parts."""
+    """A part of a grammar."""
 
     is_regular: ClassVar[bool] = True
+    """Whether a regular expression can say it, if it can say its parts."""
 
     @property
     def children(self) -> tuple[Node, ...]:
@@ -46,10 +47,11 @@ Rules: TypeAlias = Mapping[str, Node]
 
 @dataclass(frozen=True)
 class FixedText(Node):
-    """Exactly this text. ``is_plain``: also where it has the text of a special token, it is written with other tokens."""
+    """Exactly this text."""
 
     text: str
     is_plain: bool = False
+    """Whether it is written with other tokens where it has the text of a special one."""
 
     def terminal(self, writer: LarkWriter) -> str:
         return json.dumps(self.text, ensure_ascii=False).replace("\x7f", "\\u007f")  # strings of Lark are those of JSON

@@ -60,7 +60,11 @@ _WORDS = (
 
 
 def reason_of(message: str, grammar: Grammar, tree: SyntaxTree | None) -> str:
-    """Return why a grammar with this error of llguidance cannot be compiled, in one line. ``tree``: None for one in Lark."""
+    """Return why a grammar with this error of llguidance cannot be compiled, in one line.
+
+    Args:
+        tree: The parsed grammar; None for one in Lark.
+    """
     reason = first_line(message)
     if reason == NOTHING:
         return _nothing(grammar, tree)

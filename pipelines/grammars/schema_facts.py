@@ -142,7 +142,11 @@ def listed_values(part: Mapping[str, Any]) -> list[Any] | None:
 
 
 def atoms_of_type(value: object) -> Atoms:
-    """Return the types that the value of the keyword ``type`` names."""
+    """Return the types that the value of the keyword ``type`` names.
+
+    Raises:
+        InexpressibleError: it names others.
+    """
     names = [value] if isinstance(value, str) else value if isinstance(value, list) else []
     if len(names) > len(ANY) + 1 or not all(
         isinstance(name, str) and (name in ANY or name == "number") for name in names

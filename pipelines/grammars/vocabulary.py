@@ -39,19 +39,16 @@ class VocabularyTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens of a model.
-
-    Args:
-        tokens: The bytes of every token, by id; empty for one that stands for no text.
-        special: The ids of tokens that are not text, such as the end of an answer; they never match a grammar.
-        end: The id of the tokenizer's own end token; None without one.
-        encode: Returns the ids of a text as the model would most likely write it.
-    """
+    """The tokens of a model."""
 
     tokens: tuple[bytes, ...]
+    """The bytes of every token, by id; empty for one that stands for no text."""
     special: frozenset[int]
+    """The ids of tokens that are not text, such as the end of an answer; they never match a grammar."""
     end: int | None
+    """The id of the tokenizer's own end token; None without one."""
     encode: Callable[[str], Sequence[int]] = field(compare=False)
+    """Returns the ids of a text as the model would most likely write it."""
 
     @cached_property
     def special_by_text(self) -> Mapping[str, int]:

@@ -43,11 +43,12 @@ MAX_TOKENIZER_CONFIG = 1 << 24
 
 @dataclass(frozen=True)
 class Candidate:
-    """A device and its config, because devices know different properties. ``explicit``: fields that the user gave."""
+    """A device and its config, because devices know different properties."""
 
     device: str
     config: StaticLLMConfig
     explicit: frozenset[str]
+    """Fields that the user gave."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,11 @@ def positional(args: tuple[Any, ...], device: Any, config: Any, tokenizer: Any) 
 
 
 def named_in_memory(given: Given, properties: dict[str, Any]) -> Given:
-    """Move ``weights`` and ``generation_config`` of a model in memory to the arguments. Raises ``ConfigError``."""
+    """Move ``weights`` and ``generation_config`` of a model in memory to the arguments.
+
+    Raises:
+        ConfigError: one has another type, or the tokenizer is missing.
+    """
     weights = given.weights if given.weights is not None else properties.pop("weights", None)
     if weights is None:
         return given

@@ -33,10 +33,11 @@ MEASURE_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class DraftOrigin:
-    """A draft model that a pipeline shall load. ``device`` is "" for the pipeline's own."""
+    """A draft model that a pipeline shall load."""
 
     models_path: Path
     device: str = ""
+    """"" for the pipeline's own."""
     properties: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -130,9 +131,12 @@ def load_draft(
 
 
 def check_tokenizers(tokenizer: genai.Tokenizer, directory: Path) -> None:
-    """Check that a draft model's tokenizer, if any, has the same tokens where both have some in use. Raises ``ConfigError``.
+    """Check that a draft model's tokenizer, if any, has the same tokens where both have some in use.
 
     One may have more of them: a family's models have the same tokens and different numbers of unused ones at their end.
+
+    Raises:
+        ConfigError: a token differs; the message names it.
     """
     if not (directory / TOKENIZER_XML).is_file():
         return

@@ -38,22 +38,23 @@ ReadText: TypeAlias = Callable[[], EngineText | None]
 PRECISION = "INFERENCE_PRECISION_HINT"
 PAUSE_SECONDS = 0.02
 REST_SECONDS = 0.2
-"""How long an engine rests before programs of a blob set that its first answer does not need are imported."""
+"""How long an engine is idle before programs of a blob set that its first answer does not need are imported."""
 PATIENCE_SECONDS = 10.0
-"""The longest wait for that rest: an engine that always serves one request gets its other programs too."""
+"""The longest wait for that: an engine that always serves one request gets its other programs too."""
 
 
 @dataclass
 class Launched:
-    """An engine that serves from ``loaded`` on ``device``. ``background`` loads the rest; None if all programs are loaded.
+    """An engine that serves from ``loaded`` on ``device``.
 
-    If the CPU serves until the device can, ``loaded`` and ``device`` change together with the engine's runner.
+    If the CPU serves until the device can, these two change together with the engine's runner.
     """
 
     engine: Engine
     loaded: LoadedDecoder
     device: str
     background: BackgroundLoader | None = None
+    """Loads further programs; None if all are loaded."""
 
     @property
     def config(self) -> StaticLLMConfig:
@@ -112,9 +113,11 @@ def launch(
 ) -> Launched:
     """Load a model for the first device that can run it, and start an engine, which keeps ``token_bound``.
 
-    ``host``: the engine that owns the device; None if the new one does.
+    ``host`` is the engine that owns the device; None if the new one does.
 
-    Raises as ``load`` does; a ``DeviceError`` (no device can run the model) has the message of the last device.
+    Raises:
+        DeviceError: no device can run the model; the message is that of the last one.
+        StaticLLMError: as for ``load``.
     """
     begin = time.perf_counter()
     first = candidates[0]
@@ -185,7 +188,8 @@ def _warn_of_length(directory: Path, config: StaticLLMConfig) -> None:
 def load_first(directory: Path, candidates: Sequence[Candidate], on_progress: OnProgress) -> LoadedDevice:
     """Load a model for the first device that can run it. A device that is missing or refuses is reported to ``on_progress``.
 
-    Raises as ``launch`` does.
+    Raises:
+        StaticLLMError: as for ``launch``.
     """
     for index, candidate in enumerate(candidates, 1):
         try:
@@ -222,7 +226,7 @@ class DeferredCompiler:
         yield self.store
 
     def _pauses(self) -> Iterator[Callable[[], None]]:
-        """Yield pauses until the engine has rested or has several requests, for at most ``PATIENCE_SECONDS``."""
+        """Yield pauses until the engine was idle long enough or has several requests, for at most ``PATIENCE_SECONDS``."""
         begin = time.perf_counter()
         busy = begin
         while (now := time.perf_counter()) < min(begin + PATIENCE_SECONDS, busy + REST_SECONDS):

@@ -34,15 +34,13 @@ READING = ProgressEvent("warm-up", 1, 1, 0.0)
 
 @dataclass(frozen=True)
 class TextFiles:
-    """A model's tokenizer, and the generation options that its calls start from.
-
-    ``file_options`` are those that the model's own file sets, None without one.
-    """
+    """A model's tokenizer, and the generation options that its calls start from."""
 
     tokenizer: genai.Tokenizer
     tools: TokenizerTools
     generation_config: genai.GenerationConfig
     file_options: FileOptions | None = None
+    """The options that the model's own file sets, None without one."""
 
 
 class TextReader:
@@ -80,7 +78,12 @@ class TextReader:
             self._on_progress(event)
 
     def files(self) -> TextFiles:
-        """Return what was read; wait for it, or read it now. Raises ``ModelError`` and ``GenerationConfigError``."""
+        """Return what was read; wait for it, or read it now.
+
+        Raises:
+            ModelError: a file of the model cannot be read.
+            GenerationConfigError: the model's own options cannot be used.
+        """
         while not self._thread.join(LOOK_SECONDS):
             checkpoint()
         if self._files is None and self._error is None:
@@ -91,7 +94,11 @@ class TextReader:
         return self._files
 
     def engine_text(self) -> EngineText:
-        """Return what an engine needs of the tokenizer; the first grammar reads the vocabulary. Raises as ``files``."""
+        """Return what an engine needs of the tokenizer; the first grammar reads the vocabulary.
+
+        Raises:
+            StaticLLMError: as for ``files``.
+        """
         files = self.files()
         return EngineText(files.tools.decode, GrammarCompiler(partial(read_vocabulary, files.tokenizer)))
 

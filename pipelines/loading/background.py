@@ -61,7 +61,11 @@ class BackgroundLoader:
         return self._thread.has_begun and not self._thread.is_alive()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until everything is loaded; return False after ``timeout`` seconds. Raises what stopped the work."""
+        """Wait until everything is loaded; return False after ``timeout`` seconds.
+
+        Raises:
+            StaticLLMError: what stopped the work.
+        """
         if self._thread.has_begun:
             self._thread.join(timeout)
         if not self.is_done:
@@ -128,10 +132,11 @@ class DeferredPrograms(Generic[V, S]):
 
     One thread calls ``choose``, then ``compile`` for each of ``variants``, both in blocks of ``released``, then ``store`` with
     all programs of the model. It calls ``release`` at the end, also after an error. The cache entry that will be written is
-    locked until then. ``waits_for_rest``: whether that begins when the engine rests, or has several requests.
+    locked until then.
     """
 
     waits_for_rest: ClassVar[bool] = False
+    """Whether that begins when the engine is idle, or has several requests."""
 
     def __init__(
         self,
@@ -167,7 +172,11 @@ class DeferredPrograms(Generic[V, S]):
         return [self.variants] if self.variants else []
 
     def compile(self, variant: V) -> AnyProgram:
-        """Return the program of one of ``variants``, compiled together with those that share it. Raises ``DeviceError``."""
+        """Return the program of one of ``variants``, compiled together with those that share it.
+
+        Raises:
+            DeviceError: the device refused it.
+        """
         if variant not in self._compiled:
             together = (variant,) if self._plan.options.mode == "separate" else self.variants
             plan = self._plan.restricted(together)
@@ -208,7 +217,7 @@ class SecondProgram(DeferredPrograms[V, S]):
 class DeferredImports(DeferredPrograms[V, S]):
     """Programs of a blob set that are imported while those that any prompt needs serve. Their blobs were verified before.
 
-    They wait for a rest: the first answer would run slower beside an import, and a short program ends without one.
+    They wait for an idle engine: the first answer would run slower beside an import, and a short program ends without one.
     ``files`` are the variants of each file, ``import_file`` imports one. ``costs`` (seconds per call) are known of an earlier
     process, and ``kept_costs`` are stable ones.
     """

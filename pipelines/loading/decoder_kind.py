@@ -87,7 +87,9 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
     def lower(self, job: DecoderJob, opened: OpenedModel, start: StartWith) -> DecoderPlan:
         """Lower the model, choose its variants, and probe how their programs are best compiled.
 
-        Raises as ``ProgramKind.lower``, and ``AdapterError`` (an adapter does not fit the model).
+        Raises:
+            AdapterError: an adapter does not fit the model.
+            StaticLLMError: as for ``ProgramKind.lower``.
         """
         core = get_core()
         device = job.device
@@ -164,7 +166,11 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
 
     @staticmethod
     def check_stored(shape: ModelShape, content: Mapping[str, Any]) -> None:
-        """Check the layout, the properties of each phase, the states and the adapters."""
+        """Check the layout, the properties of each phase, the states and the adapters.
+
+        Raises:
+            ValueError: one of them is impossible.
+        """
         config = content["config"]
         parts = content["properties"]
         if different := set(config) ^ set(LAYOUT_FIELDS):
@@ -352,8 +358,11 @@ def job_of(
 ) -> DecoderJob:
     """Check directory and device, resolve ``KV_CACHE_GB`` to a number of KV slots, and fit the host pool to ``MEMORY_LIMIT_MB``.
 
-    ``explicit``: names of the config's fields that the user gave. If it is None, the fields whose values differ from their
-    defaults. ``check`` raises a ``DeviceError`` for a device that cannot be used.
+    ``check`` raises a ``DeviceError`` for a device that cannot be used.
+
+    Args:
+        explicit: Names of the config's fields that the user gave. If it is None, the fields whose values differ from
+            their defaults.
 
     Raises:
         ModelError: the directory is missing or incomplete.
@@ -373,6 +382,10 @@ def job_of(
 
 
 def prepare(models_path: str | os.PathLike[str], device: str, config: StaticLLMConfig) -> DecoderPlan:
-    """Read and lower the decoder in a directory; nothing is compiled. Raises as ``job_of`` and ``ProgramKind.plan``."""
+    """Read and lower the decoder in a directory; nothing is compiled.
+
+    Raises:
+        StaticLLMError: as for ``job_of`` and ``ProgramKind.plan``.
+    """
     job = job_of(models_path, device, config)
     return cast(DecoderPlan, job.kind.plan(job))

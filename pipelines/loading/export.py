@@ -56,27 +56,24 @@ _REASON = "they do not compute what their programs compute"
 
 @dataclass(frozen=True)
 class ExportedPrograms(Generic[V, S]):
-    """Compiled programs and their blobs.
-
-    ``files``: variant → name of its blob. ``blobs``: name → contents; None if a blob does not compute what its program computes.
-    """
+    """Compiled programs and their blobs."""
 
     programs: CompiledPrograms[V, S]
     files: Mapping[V, str]
+    """Variant → name of its blob."""
     blobs: Mapping[str, Blob] | None
+    """Name → contents; None if a blob does not compute what its program computes."""
     is_weightless: bool
 
 
 @dataclass(frozen=True)
 class SetPlace(Generic[V, S, R]):
-    """The folder to which a job's programs are written as a blob set.
-
-    ``known``: the job's fingerprint; it is computed when it is needed if it is None.
-    """
+    """The folder to which a job's programs are written as a blob set."""
 
     job: Job[V, S, R]
     folder: Path
     known: Fingerprint | None = None
+    """The job's fingerprint; it is computed when it is needed if it is None."""
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
@@ -101,7 +98,12 @@ class SetPlace(Generic[V, S, R]):
         self.put(export_programs(self.job, programs, self.is_weightless), {})
 
     def put(self, exported: ExportedPrograms[V, S], costs: Mapping[V, float]) -> None:
-        """Write a set; ``costs`` in seconds. Raises ``BlobError`` (a blob differs from its program) and ``ConfigError``."""
+        """Write a set; ``costs`` in seconds.
+
+        Raises:
+            BlobError: a blob differs from its program.
+            ConfigError: the place cannot be written.
+        """
         if exported.blobs is None:
             raise BlobError(
                 f"nothing was exported: the blobs of this model on {self.job.device} failed verification, {_REASON}; "
@@ -147,7 +149,11 @@ class SetPlace(Generic[V, S, R]):
 
 
 def export_set(job: Job[V, S, R], target: Path) -> Manifest:
-    """Compile a model, write a blob set to ``target``, a new folder, and return its manifest. Raises as ``load``."""
+    """Compile a model, write a blob set to ``target``, a new folder, and return its manifest.
+
+    Raises:
+        StaticLLMError: as for ``load``.
+    """
     check_new(target)
     SetPlace(job, target).put(compile_for_export(job), {})
     return read_manifest(target, job.key)
@@ -156,7 +162,8 @@ def export_set(job: Job[V, S, R], target: Path) -> Manifest:
 def check_new(target: Path) -> None:
     """Check that ``target`` is new, no link to nothing either, or holds only a dead writer's leftovers.
 
-    Raises ``ConfigError``.
+    Raises:
+        ConfigError: it exists, its folder does not, or a set cannot be written there.
     """
     if os.path.lexists(target) and not (is_ours(target) and not (target / MANIFEST).exists()):
         raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")
@@ -166,7 +173,11 @@ def check_new(target: Path) -> None:
 
 
 def check_writable(target: Path) -> None:
-    """Check that a set can be written to ``target``, before minutes of compiling. Raises ``ConfigError``."""
+    """Check that a set can be written to ``target``, before minutes of compiling.
+
+    Raises:
+        ConfigError: its folder is read-only or refuses files.
+    """
     parent = target.resolve().parent
     reason = "is read-only" if not os.access(parent, os.W_OK) else refusal_of(parent)
     if reason:

@@ -34,7 +34,7 @@ from ...compiler_passes.compiling.chain import AnyProgram, CompiledChain, Compil
 from ...compiler_passes.compiling.compile import CompiledPrograms, CompileOptions, S, V
 from ...compiler_passes.compiling.device_memory import device_allocator
 from .background import DeferredImports
-from .kind import Job, Loaded, LoadJob, Origin, R
+from .kind import Job, Loaded, LoadJob, ProgramsFrom, R
 from .npu_target import check_requirements
 
 NUM_IMPORTS = 2
@@ -42,11 +42,18 @@ NUM_IMPORTS = 2
 
 
 def import_set(
-    job: Job[V, S, R], folder: Path, manifest: Manifest, origin: Origin, fingerprint: Fingerprint | None = None
+    job: Job[V, S, R],
+    folder: Path,
+    manifest: Manifest,
+    programs_from: ProgramsFrom,
+    fingerprint: Fingerprint | None = None,
 ) -> Loaded[V, S, R]:
-    """Import every program of a set and warm them up. ``fingerprint``: the job's; it is computed here if it is None.
+    """Import every program of a set and warm them up.
 
     The model's files are compared while the blobs are read; nothing is imported before both are done.
+
+    Args:
+        fingerprint: The job's; it is computed here if it is None.
 
     Raises:
         BlobError: the set is damaged, or was made for something else.
@@ -66,7 +73,7 @@ def import_set(
         programs = CompiledPrograms(shape, options, compiled, manifest.costs_of(kind.variant), kept.read())
         runner = _runner(job, folder, programs, memory, () if first == files else list(files))
     is_weightless = manifest.is_weightless
-    loaded = Loaded(runner, programs, job.config, origin, has_mapped_weights=is_weightless, kept_costs=kept)
+    loaded = Loaded(runner, programs, job.config, programs_from, has_mapped_weights=is_weightless, kept_costs=kept)
     return loaded if first == files else replace(loaded, deferred=_deferred(job, folder, manifest, blobs, loaded))
 
 
@@ -108,7 +115,7 @@ def _deferred(
                 program = import_blob(get_core(), left.pop(file), target)
                 job.kind.check(replace(programs, compiled=dict.fromkeys(variants, program)))
         except BlobError:
-            if loaded.origin == "cache":
+            if loaded.programs_from == "cache":
                 remove_set(folder)
             raise
         return program

@@ -65,15 +65,17 @@ class OpenedModel:
 class ProgramKind(ABC, Generic[V, S, R]):
     """One kind of model, with the choices of one load.
 
-    ``name`` stands in manifests and messages. ``variant`` is the class of the sizes of its programs, ``shape`` that of their
-    contract; both are dataclasses whose annotations bound what a stored one may hold. ``compiles_in_background``: whether it can
-    serve before all of its programs are there.
+    ``variant`` and ``shape`` are dataclasses whose annotations bound what a stored one may hold.
     """
 
     name: ClassVar[str]
+    """Stands in manifests and messages."""
     variant: type[V]
+    """The class of the sizes of its programs."""
     shape: type[S]
+    """The class of their contract."""
     compiles_in_background: ClassVar[bool] = False
+    """Whether it can serve before all of its programs are there."""
 
     @classmethod
     def fits(cls, model: ov.Model, directory: Path) -> bool:
@@ -98,7 +100,10 @@ class ProgramKind(ABC, Generic[V, S, R]):
 
     @abstractmethod
     def lower(self, job: Job[V, S, R], opened: OpenedModel, start: StartWith) -> CompilePlan[V, S]:
-        """Lower the model, and choose the variants of its programs. ``start``: those that are compiled before it serves.
+        """Lower the model, and choose the variants of its programs.
+
+        Args:
+            start: The programs that are compiled before it serves.
 
         Raises:
             UnsupportedModelError: a pass cannot lower it.
@@ -117,10 +122,15 @@ class ProgramKind(ABC, Generic[V, S, R]):
         """
 
     def plan(self, job: Job[V, S, R], for_blobs: bool = False, start: StartWith = "all programs") -> CompilePlan[V, S]:
-        """Read and lower the model; nothing is compiled. ``for_blobs``: whether its programs will be exported.
+        """Read and lower the model; nothing is compiled.
 
-        Raises as ``lower``, ``ModelError`` (a file is missing or damaged, or the model is of another kind) and ``ConfigError``
-        (an NPU elsewhere takes no programs of this layout).
+        Args:
+            for_blobs: Whether its programs will be exported.
+
+        Raises:
+            ModelError: a file is missing or damaged, or the model is of another kind.
+            ConfigError: an NPU elsewhere takes no programs of this layout.
+            StaticLLMError: as for ``lower``.
         """
         begin = time.perf_counter()
         config = job.config
@@ -147,7 +157,11 @@ class ProgramKind(ABC, Generic[V, S, R]):
         return plan
 
     def check_graph(self, model: ov.Model, directory: Path) -> None:
-        """Check that a model is of this kind. Raises ``ModelError``."""
+        """Check that a model is of this kind.
+
+        Raises:
+            ModelError: it is not.
+        """
         if not self.fits(model, directory):
             raise ModelError(f"{given_as(directory)!r} is not {with_article(self.name)}")
 
@@ -219,11 +233,7 @@ def properties_text(properties: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class LoadJob(Generic[K_co]):
-    """One model for one device. ``explicit``: the fields of the config that the user gave; a blob set decides the others.
-
-    ``target``: an NPU that is elsewhere, for which the model is only compiled. ``is_launched``: its engine serves while deferred
-    programs are loaded; else all programs of a blob set are imported at once.
-    """
+    """One model for one device."""
 
     kind: K_co
     directory: Path
@@ -231,8 +241,11 @@ class LoadJob(Generic[K_co]):
     config: StaticLLMConfig
     on_progress: OnProgress
     explicit: frozenset[str] = frozenset()
+    """The fields of the config that the user gave; a blob set decides the others."""
     target: NPUTarget | None = None
+    """An NPU that is elsewhere, for which the model is only compiled."""
     is_launched: bool = False
+    """Whether its engine serves while deferred programs are loaded; else all programs of a blob set are imported at once."""
 
     @property
     def weights(self) -> Path:
@@ -256,25 +269,24 @@ class LoadJob(Generic[K_co]):
 
 Job: TypeAlias = LoadJob[ProgramKind[V, S, R]]
 
-Origin = Literal["compiled", "blob", "cache"]
+ProgramsFrom = Literal["compiled", "blob", "cache"]
 """Where a loaded model's programs come from."""
 
 
 @dataclass(frozen=True)
 class Loaded(Generic[V, S, R]):
-    """A model that can run.
-
-    ``config``: the config in force, where a blob set has decided what the user left open. ``has_mapped_weights``: whether weights
-    are read from their file while the model runs. ``kept_costs``: where the costs of its programs are kept, if anywhere.
-    """
+    """A model that can run."""
 
     runner: R
     programs: CompiledPrograms[V, S]
     config: StaticLLMConfig
-    origin: Origin
+    """The config in force, where a blob set has decided what the user left open."""
+    programs_from: ProgramsFrom
     deferred: DeferredPrograms[V, S] | None = None
     has_mapped_weights: bool = True
+    """Whether weights are read from their file while the model runs."""
     kept_costs: KeptCosts[V] | None = None
+    """Where the costs of its programs are kept, if anywhere."""
 
     def keep_costs(self) -> None:
         """Write the stable costs, if there is a place for them and they are new."""

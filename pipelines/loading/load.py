@@ -42,8 +42,9 @@ def load(
 ) -> LoadedDecoder:
     """Load a decoder and warm it up. The graph and the weights that were read with it are released.
 
-    ``explicit``: names of the config's fields that the user gave; a blob set decides the others. If it is None, the fields whose
-    values differ from their defaults.
+    Args:
+        explicit: Names of the config's fields that the user gave; a blob set decides the others. If it is None, the
+            fields whose values differ from their defaults.
 
     Raises:
         ModelError: a file of the model is missing or damaged.

@@ -28,10 +28,11 @@ _CHECK, _REQUIREMENTS, _SUPPORTED = "COMPATIBILITY_CHECK", "RUNTIME_REQUIREMENTS
 
 @dataclass(frozen=True)
 class CompiledForNPU:
-    """One part that was compiled for an NPU, for reports. ``of`` names the program for which it was compiled."""
+    """One part that was compiled for an NPU, for reports."""
 
     part: ChainPart
     of: str
+    """Names the program for which it was compiled."""
     program: NPUProgram = field(repr=False)
     compiled: PartBlob = field(repr=False)
 
@@ -43,15 +44,14 @@ class CompiledForNPU:
 
 @dataclass(frozen=True)
 class NPUTarget:
-    """The platform for which a model is compiled, and the compilers, which compile one part each at a time.
-
-    ``on_part`` is told of each part. ``seconds``: how long one part may be compiled.
-    """
+    """The platform for which a model is compiled, and the compilers, which compile one part each at a time."""
 
     platform: Platform
     compilers: tuple[NPUCompiler, ...]
     on_part: Callable[[CompiledForNPU], None] = lambda part: None
+    """Told of each part."""
     seconds: float = DEFAULT_SECONDS
+    """How long one part may be compiled."""
 
     @cached_property
     def _free(self) -> SimpleQueue[NPUCompiler]:
@@ -62,7 +62,11 @@ class NPUTarget:
         return found
 
     def check_layout(self, layout: str) -> None:
-        """Check that the programs are in blocks: others would be compiled on this machine. Raises ``ConfigError``."""
+        """Check that the programs are in blocks: others would be compiled on this machine.
+
+        Raises:
+            ConfigError: they are not.
+        """
         if layout != "blocks":
             raise ConfigError(f"PROGRAMS={layout}, and --platform compiles programs in blocks only: leave PROGRAMS out")
 

@@ -27,7 +27,11 @@ class WeightsWatch:
         self._sample = self._sampled()
 
     def check(self) -> None:
-        """Check that the file is still the one that was loaded. Raises ``ModelError``."""
+        """Check that the file is still the one that was loaded.
+
+        Raises:
+            ModelError: it was overwritten.
+        """
         seen = self._stat()
         if seen == self._seen or seen is None or self._seen is None or seen[-1] != self._seen[-1]:
             return

@@ -71,12 +71,10 @@ class OneWindowKind(ProgramKind[CrossWindowVariant, S, R]):
 
 @dataclass(frozen=True)
 class WindowKind(OneWindowKind[CrossWindowShape, WindowRunner]):
-    """The kind of an encoder whose output a decoder sees through cross-attention.
-
-    ``decoder_file``: the IR of that decoder, in the same directory. The job's config names the encoder's.
-    """
+    """The kind of an encoder whose output a decoder sees through cross-attention."""
 
     decoder_file: str = ""
+    """The IR of that decoder, in the same directory. The job's config names the encoder's."""
     name = "encoder of sources"
     shape = CrossWindowShape
     runner_class = WindowRunner
@@ -106,10 +104,12 @@ class WindowKind(OneWindowKind[CrossWindowShape, WindowRunner]):
 
 @dataclass(frozen=True)
 class AlignmentKind(OneWindowKind[AlignmentShape, AlignmentRunner]):
-    """The kind of a decoder whose cross-attention is wanted. ``heads``: layer and head; ``rows``: the most tokens of a text."""
+    """The kind of a decoder whose cross-attention is wanted."""
 
     heads: tuple[tuple[int, int], ...] = ()
+    """Layer and head of each."""
     rows: int = 0
+    """The most tokens of a text."""
     name = "alignment of sources"
     shape = AlignmentShape
     runner_class = AlignmentRunner

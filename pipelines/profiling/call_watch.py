@@ -29,15 +29,13 @@ Choice = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Entries:
-    """Entries of a log, the number to go on from, and how many up to there are missing because they were dropped.
-
-    ``has_more``: whether the log has later entries.
-    """
+    """Entries of a log, the number to go on from, and how many up to there are missing because they were dropped."""
 
     entries: list[dict[str, Any]]
     cursor: int
     num_dropped: int
     has_more: bool = False
+    """Whether the log has later entries."""
 
 
 class RecentCalls:

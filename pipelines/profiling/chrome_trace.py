@@ -231,15 +231,13 @@ Kind: TypeAlias = Literal["queued", "prefill", "decode", "swapped"]
 
 @dataclass(frozen=True)
 class Span:
-    """The state of a request from ``start`` to ``end`` (seconds on the clock of the records).
-
-    ``rows`` is the number of its tokens in the device call; 0 for "queued" and "swapped".
-    """
+    """The state of a request from ``start`` to ``end`` (seconds on the clock of the records)."""
 
     kind: Kind
     start: float
     end: float
     rows: int = 0
+    """The number of its tokens in the device call; 0 for "queued" and "swapped"."""
 
 
 def spans_of(steps: Sequence[StepRecord], requests: Iterable[RequestRecord]) -> dict[int, list[Span]]:

@@ -14,16 +14,16 @@ from staticllm.core import FinishReason, Variant
 
 @dataclass(frozen=True)
 class HostTimes:
-    """The seconds that the engine's thread spent on one device call, outside the call itself.
-
-    Before the call, ``plan`` runs the policy and moves KV slots to and from the host pool, and ``prepare`` writes token ids,
-    positions and masks. After the call, ``commit`` writes new keys and values into the arena, and ``sampling`` chooses tokens.
-    """
+    """The seconds that the engine's thread spent on one device call, outside the call itself."""
 
     plan: float
+    """Before the call: runs the policy and moves KV slots to and from the host pool."""
     prepare: float
+    """Before the call: writes token ids, positions and masks."""
     commit: float
+    """After the call: writes new keys and values into the arena."""
     sampling: float
+    """After the call: chooses tokens."""
 
     @property
     def total(self) -> float:
@@ -33,38 +33,45 @@ class HostTimes:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One device call.
-
-    ``start`` is a moment of ``time.perf_counter``, or of the virtual clock in simulations. ``seconds`` is the duration.
-    ``decode`` holds the ids of requests that decoded. ``prefill`` holds pairs of a request's id and its number of prompt tokens
-    in the call. ``slots_in_use`` counts KV slots of the arena after the call. ``num_waiting``, ``num_swapped`` and
-    ``num_running`` count requests in these states during the call, and ``swapped`` holds the ids of the swapped ones.
-    ``preempted`` holds the ids of requests that lost their KV slots before the call. ``drafts`` holds triples of a
-    decoding request's id, the number of drafted tokens that the call checked for it, and how many of them were accepted; a
-    draft model took ``draft_seconds`` for them before the call. If ``has_failed``, no keys and values of the call were kept.
-    ``num_inserted`` other calls, whose records have ``is_inserted``, ran between the blocks of the call, for ``paused_seconds``,
-    which are not in ``seconds``. ``proactive_rows`` are those of requests for which nobody waits.
-    """
+    """One device call."""
 
     start: float
+    """A moment of ``time.perf_counter``, or of the virtual clock in simulations."""
     seconds: float
+    """The duration."""
     variant: Variant
     decode: tuple[int, ...]
+    """The ids of requests that decoded."""
     prefill: tuple[tuple[int, int], ...]
+    """Pairs of a request's id and its number of prompt tokens in the call."""
     slots_in_use: int
+    """KV slots of the arena in use after the call."""
     num_waiting: int = 0
+    """Requests that waited during the call."""
     num_swapped: int = 0
+    """Requests that were swapped during the call."""
     num_running: int = 0
+    """Requests that ran."""
     swapped: tuple[int, ...] = ()
+    """The ids of the swapped requests."""
     preempted: tuple[int, ...] = ()
+    """The ids of requests that lost their KV slots before the call."""
     has_failed: bool = False
+    """Whether no keys and values of the call were kept."""
     host: HostTimes | None = None
     drafts: tuple[tuple[int, int, int], ...] = ()
+    """For each decoding request with drafts: its id, the drafted tokens that the call checked, and how many of them were
+    accepted."""
     draft_seconds: float = 0.0
+    """What a draft model took for them before the call."""
     paused_seconds: float = 0.0
+    """What the inserted calls took; not in ``seconds``."""
     num_inserted: int = 0
+    """Other calls that ran between the blocks of the call."""
     is_inserted: bool = False
+    """Whether it ran between the blocks of another call."""
     proactive_rows: int = 0
+    """Rows of proactive requests."""
 
     @property
     def end(self) -> float:
@@ -91,21 +98,22 @@ class StepRecord:
 class RequestRecord:
     """One request that has ended.
 
-    Moments are those of ``time.perf_counter``, or of the virtual clock in simulations. ``started`` is the start of the request's
-    first device call, or None if it never ran. ``token_times`` has the moment of each generated token. ``num_prompt`` counts
-    prompt tokens, of which ``num_cached`` were not computed because the prefix cache had their KV slots. ``is_proactive``: its
-    class of work.
+    Moments are those of ``time.perf_counter``, or of the virtual clock in simulations.
     """
 
     id: int
     arrival: float
     started: float | None
+    """The start of the request's first device call, or None if it never ran."""
     token_times: tuple[float, ...]
+    """The moment of each generated token."""
     num_prompt: int
+    """Prompt tokens, of which ``num_cached`` were not computed because the prefix cache had their KV slots."""
     num_cached: int
     reason: FinishReason
     ended: float | None = None
     is_proactive: bool = False
+    """Whether its class of work is proactive."""
 
     @property
     def queueing(self) -> float | None:
@@ -131,16 +139,14 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """One call of another model, such as packed texts to embed.
-
-    ``start`` and ``seconds`` are as in ``StepRecord``. ``source`` is the number of the source that composed it, and
-    ``num_parts`` its number of texts.
-    """
+    """One call of another model, such as packed texts to embed. ``start`` and ``seconds`` are as in ``StepRecord``."""
 
     start: float
     seconds: float
     source: int
+    """The number of the ``JobSource`` that composed it."""
     num_parts: int
+    """Its number of texts."""
 
     @property
     def end(self) -> float:
@@ -156,23 +162,23 @@ Status: TypeAlias = Literal["waiting", "prefilling", "running", "swapped"]
 
 @dataclass(frozen=True)
 class RequestProgress:
-    """One answer that has not ended.
-
-    Moments are those of ``time.perf_counter``: of its arrival, of its first device call, and of its first token; None before.
-    Of ``num_prompt`` prompt tokens ``num_cached`` were in the prefix cache. ``num_computed`` tokens have keys
-    and values, those of the answer included. ``max_new_tokens`` is None if only the slots limit the answer.
-    """
+    """One answer that has not ended. Moments are those of ``time.perf_counter``, None before they come."""
 
     id: int
     status: Status
     arrival: float
     started: float | None
+    """The moment of its first device call."""
     first_token: float | None
+    """The moment of its first token."""
     num_prompt: int
+    """Prompt tokens, of which ``num_cached`` were in the prefix cache."""
     num_cached: int
     num_computed: int
+    """Tokens that have keys and values, those of the answer included."""
     num_generated: int
     max_new_tokens: int | None
+    """None if only the slots limit the answer."""
     priority: int
 
 

@@ -27,46 +27,65 @@ class Recorder(Protocol):
 class Stats:
     """The statistics of an engine since it was created, or since they were reset.
 
-    Fields ``*_ms`` are milliseconds over the last 4096 requests. They are means, except ``ttft_p95_ms`` and ``longest_gap_ms``,
-    the longest time between two tokens of one request. ``queueing_ms`` is the time from arrival to the first device call.
-    ``prefill_share`` and ``decode_share`` are shares of ``device_seconds``; a mixed call is divided by its rows, and a failed
-    call is not counted. ``padding`` is the share of computed rows that processed no token. Of ``prompt_tokens`` prompt tokens
-    ``prefix_hit_tokens`` were found in the prefix cache. ``slots_in_use`` counts KV slots of the arena after the last call, and
-    ``finish_reasons`` counts requests by reason. ``num_jobs`` calls of other models, such as embeddings, took ``job_seconds`` of
-    device time, which is not in ``device_seconds``. Of ``drafted_tokens`` drafted tokens, which were checked beside tokens that
-    decoded, ``accepted_tokens`` were accepted; a draft model took ``draft_seconds`` for them. ``num_inserted`` of the
-    ``num_steps`` calls ran between the blocks of another one. ``proactive_seconds`` of ``device_seconds`` are those of proactive
-    requests; a call with both classes is divided by its rows.
+    Fields ``*_ms`` are milliseconds over the last 4096 requests; they are means unless they say something else.
     """
 
     num_requests: int
+    """Requests that ended."""
     num_tokens: int
+    """Tokens that these requests generated."""
     num_steps: int
+    """Device calls."""
     num_failed_steps: int
+    """Device calls whose results were not kept."""
     num_preemptions: int
+    """Times that a request lost its KV slots."""
     ttft_ms: float
+    """Time to first token."""
     ttft_p95_ms: float
+    """The 95th percentile of the times to first token."""
     tpot_ms: float
+    """Time per token after the first."""
     longest_gap_ms: float
+    """The longest time between two tokens of one request."""
     queueing_ms: float
+    """From arrival to the first device call."""
     device_seconds: float
+    """Time of device calls; a failed call is not counted."""
     prefill_share: float
+    """The share of ``device_seconds`` of prefill; a mixed call is divided by its rows."""
     decode_share: float
+    """The share of ``device_seconds`` of decode."""
     prefill_rows_per_second: float
+    """Prompt tokens per second of prefill."""
     decode_rows_per_second: float
+    """Tokens per second of decode."""
     padding: float
+    """The share of computed rows that processed no token."""
     prefix_hit_tokens: int
+    """Prompt tokens that were found in the prefix cache."""
     prompt_tokens: int
+    """Prompt tokens of the requests that ended, those in the prefix cache included."""
     slots_in_use: int
+    """KV slots of the arena in use after the last call."""
     peak_slots_in_use: int
+    """The most that were in use."""
     finish_reasons: dict[str, int]
+    """Requests by reason."""
     num_jobs: int = 0
+    """Calls of other models, such as embeddings."""
     job_seconds: float = 0.0
+    """Device time of these calls; not in ``device_seconds``."""
     drafted_tokens: int = 0
+    """Drafted tokens, which were checked beside tokens that decoded."""
     accepted_tokens: int = 0
+    """Drafted tokens that were accepted."""
     draft_seconds: float = 0.0
+    """Time that a draft model took for them."""
     num_inserted: int = 0
+    """Device calls that ran between the blocks of another one."""
     proactive_seconds: float = 0.0
+    """The part of ``device_seconds`` of proactive requests; a call with both classes is divided by its rows."""
 
 
 @dataclass
@@ -232,14 +251,16 @@ PARTS = ("device", "plan", "prepare", "commit", "sampling", "other")
 
 @dataclass(frozen=True)
 class Breakdown:
-    """The mean ms per call over the ``num_calls`` calls of one kind ("prefill" or "decode"), by the names in ``PARTS``.
+    """The mean times of the calls of one kind.
 
     The part "other" is the time between two calls that no other part measures: waking up, admitting requests, keeping records.
     """
 
     kind: str
+    """"prefill" or "decode"."""
     num_calls: int
     ms: dict[str, float]
+    """Per call, by the names in ``PARTS``."""
 
     @property
     def total_ms(self) -> float:

@@ -24,7 +24,11 @@ class TimeCredit:
         return self._seconds >= seconds
 
     def lead(self, seconds: float, is_followed: bool) -> None:
-        """Count work of this duration that runs first; ``is_followed``: work with lower precedence is waiting."""
+        """Count work of this duration that runs first.
+
+        Args:
+            is_followed: Whether work with lower precedence is waiting.
+        """
         self._seconds = self._seconds + BEHIND_SHARE / (1 - BEHIND_SHARE) * seconds if is_followed else 0.0
 
     def clear(self) -> None:

@@ -59,38 +59,35 @@ class RequestStatus(StrEnum):
 
 @dataclass(frozen=True)
 class RequestView:
-    """One request. Moments are seconds on the clock of ``View.now``.
-
-    Attributes:
-        id: The number that identifies the request in plans.
-        status: One of the four above.
-        arrival: The moment at which it was submitted.
-        num_tokens: The number of tokens that must have KV slots before the next token can be chosen. After a preemption these
-            are the prompt and all tokens generated so far.
-        num_computed: The number of these tokens that have KV slots, in the arena or in the host pool.
-        own_slots: The number by which ``free_slots`` would grow without this request. Slots that it shares with other requests do
-            not count, nor do slots in the host pool.
-        num_generated: The number of tokens generated so far.
-        last_token_time: The moment of the last generated token; None before the first.
-        priority: Requests with a higher priority go first.
-        deadline: The moment at which the request is ended, finished or not; None without one.
-        in_arena: False if its KV slots are in the host pool, which is possible only for a swapped request.
-        is_client_driven: Whether a client or a beam search chooses its next token. It leaves its place among the running
-            requests after each token.
-    """
+    """One request. Moments are seconds on the clock of ``View.now``."""
 
     id: int
+    """The number that identifies the request in plans."""
     status: RequestStatus
+    """One of the four above."""
     arrival: float
+    """The moment at which it was submitted."""
     num_tokens: int
+    """The number of tokens that must have KV slots before the next token can be chosen. After a preemption these are
+    the prompt and all tokens generated so far."""
     num_computed: int = 0
+    """The number of these tokens that have KV slots, in the arena or in the host pool."""
     own_slots: int = 0
+    """The number by which ``free_slots`` would grow without this request. Slots that it shares with other requests do
+    not count, nor do slots in the host pool."""
     num_generated: int = 0
+    """The number of tokens generated so far."""
     last_token_time: float | None = None
+    """The moment of the last generated token; None before the first."""
     priority: int = 0
+    """Requests with a higher priority go first."""
     deadline: float | None = None
+    """The moment at which the request is ended, finished or not; None without one."""
     in_arena: bool = True
+    """False if its KV slots are in the host pool, which is possible only for a swapped request."""
     is_client_driven: bool = False
+    """Whether a client or a beam search chooses its next token. It leaves its place among the running requests after
+    each token."""
 
     @property
     def num_left(self) -> int:
@@ -105,30 +102,27 @@ class RequestView:
 
 @dataclass(frozen=True)
 class Device:
-    """The variants that the device can run now, and their costs.
-
-    Attributes:
-        index: The variants (programs of fixed shape) that are compiled.
-        seconds: Returns the duration of one call of a variant in seconds; it is measured, and updated with every call.
-        high_slot: One more than the highest KV slot in use. A call over existing KV slots needs a variant with at least this
-            ``kv_len``.
-        is_complete: False while further programs are compiled in the background: larger calls may still be missing.
-        swap_seconds: The time in seconds in which one KV slot is copied between the arena and the host pool; 0 before the
-            first time.
-        num_blocks: In how many blocks a call runs, between two of which a decode step may run; 1 if a call runs in one piece.
-        leaving_slots: How many of the KV slots in use hold ended conversations that are offloaded while the first chunk of a
-            prompt runs, if more chunks follow.
-        overrun: How many times ``seconds`` the slowest calls take now; 1 where costs are exact.
-    """
+    """The variants that the device can run now, and their costs."""
 
     index: VariantIndex
+    """The variants (programs of fixed shape) that are compiled."""
     seconds: Callable[[Variant], float]
+    """Returns the duration of one call of a variant in seconds; it is measured, and updated with every call."""
     high_slot: int = 0
+    """One more than the highest KV slot in use. A call over existing KV slots needs a variant with at least this
+    ``kv_len``."""
     is_complete: bool = True
+    """False while further programs are compiled in the background: larger calls may still be missing."""
     swap_seconds: float = 0.0
+    """The time in seconds in which one KV slot is copied between the arena and the host pool; 0 before the first
+    time."""
     leaving_slots: int = 0
+    """How many of the KV slots in use hold ended conversations that are offloaded while the first chunk of a prompt
+    runs, if more chunks follow."""
     num_blocks: int = 1
+    """In how many blocks a call runs, between two of which a decode step may run; 1 if a call runs in one piece."""
     overrun: float = 1.0
+    """How many times ``seconds`` the slowest calls take now; 1 where costs are exact."""
 
     def call(self, num_rows: int, num_sequences: int = 1, is_fresh: bool = False) -> Variant | None:
         """Return the smallest variant for ``num_rows`` tokens of ``num_sequences`` requests; None if there is none.
@@ -145,21 +139,18 @@ class Device:
 
 @dataclass(frozen=True)
 class JobView:
-    """The next device call of another model that shares the device: it runs alone, in one piece, and holds no KV slots.
-
-    Attributes:
-        id: The number that identifies the source of such calls in plans; at most one call of each source is in a view.
-        seconds: The expected duration of the call.
-        arrival: The moment at which the oldest part of it was submitted, on the clock of ``View.now``.
-        priority: Jobs and requests with a higher priority go first.
-        deadline: The moment at which the first part of it is given up; None without one.
-    """
+    """The next device call of another model that shares the device: it runs alone, in one piece, and holds no KV slots."""
 
     id: int
+    """The number that identifies the source of such calls in plans; at most one call of each source is in a view."""
     seconds: float
+    """The expected duration of the call."""
     arrival: float
+    """The moment at which the oldest part of it was submitted, on the clock of ``View.now``."""
     priority: int = 0
+    """Jobs and requests with a higher priority go first."""
     deadline: float | None = None
+    """The moment at which the first part of it is given up; None without one."""
 
     @property
     def is_proactive(self) -> bool:
@@ -169,21 +160,18 @@ class JobView:
 
 @dataclass(frozen=True)
 class IdleView:
-    """A client request whose client chooses the next tokens. Moments are seconds on the clock of ``View.now``.
-
-    Attributes:
-        id: The number that it has in plans when it comes back.
-        since: The moment at which the client got the logits.
-        ready_at: The moment by which its next tokens are expected; None if it cannot be known.
-        num_computed: The number of its tokens that have KV slots in the arena.
-        priority: As in ``RequestView``.
-    """
+    """A client request whose client chooses the next tokens. Moments are seconds on the clock of ``View.now``."""
 
     id: int
+    """The number that it has in plans when it comes back."""
     since: float
+    """The moment at which the client got the logits."""
     ready_at: float | None
+    """The moment by which its next tokens are expected; None if it cannot be known."""
     num_computed: int = 0
+    """The number of its tokens that have KV slots in the arena."""
     priority: int = 0
+    """As in ``RequestView``."""
 
 
 @dataclass(frozen=True)
@@ -209,38 +197,38 @@ SHARED_BOUND = TokenBound(2.5, 0.04)
 
 @dataclass(frozen=True)
 class View:
-    """The state of the engine at the moment at which it needs a plan.
-
-    Attributes:
-        now: This moment, in seconds (``time.perf_counter``; the virtual clock in simulations).
-        waiting, prefilling, running, swapped: The requests by status, each in the order in which they were submitted.
-        max_num_seqs: The largest number of running requests (``MAX_NUM_SEQS``).
-        free_slots: The number of free KV slots of the arena; every token that a call processes takes one.
-        free_host_slots: The number of free KV slots of the host pool.
-        device: The variants that can run, and their costs.
-        ttft_ms: Target for the time to first token in ms (``TTFT_MS``); None without one.
-        tpot_ms: Target for the time between two tokens of a request in ms (``TPOT_MS``); None without one.
-        gap_ms: The longest time in ms that a swapped request should wait for its next token (``GAP_MS``); None for no bound.
-        jobs: The jobs that wait; empty for policies without ``plans_jobs``.
-        idle: The client sequences whose clients choose the next tokens, those that have been idle longest first.
-        token_bound: The bound on the time between two tokens of a request.
-    """
+    """The state of the engine when it needs a plan. Requests of one status stand in the order of submission."""
 
     now: float
+    """This moment, in seconds (``time.perf_counter``; the virtual clock in simulations)."""
     waiting: tuple[RequestView, ...]
+    """Requests of which no token has run."""
     prefilling: tuple[RequestView, ...]
+    """Requests of whose prompt a part has run."""
     running: tuple[RequestView, ...]
+    """Requests that get one row in each decode step."""
     swapped: tuple[RequestView, ...]
+    """Requests whose prompt has run and that wait outside the running set."""
     max_num_seqs: int
+    """The largest number of running requests (``MAX_NUM_SEQS``)."""
     free_slots: int
+    """The number of free KV slots of the arena; every token that a call processes takes one."""
     free_host_slots: int
+    """The number of free KV slots of the host pool."""
     device: Device
+    """The variants that can run, and their costs."""
     ttft_ms: float | None = None
+    """Target for the time to first token in ms (``TTFT_MS``); None without one."""
     tpot_ms: float | None = None
+    """Target for the time between two tokens of a request in ms (``TPOT_MS``); None without one."""
     gap_ms: float | None = None
+    """The longest time in ms that a swapped request should wait for its next token (``GAP_MS``); None for no bound."""
     jobs: tuple[JobView, ...] = ()
+    """The jobs that wait; empty for policies without ``plans_jobs``."""
     idle: tuple[IdleView, ...] = ()
+    """The client sequences whose clients choose the next tokens, those that have been idle longest first."""
     token_bound: TokenBound = OWN_BOUND
+    """The bound on the time between two tokens of a request."""
 
     @property
     def requests(self) -> tuple[RequestView, ...]:
@@ -284,26 +272,23 @@ class View:
 
 @dataclass(frozen=True)
 class Plan:
-    """The next device call, and the changes before it. Requests are given by their ids.
-
-    Attributes:
-        decode: Running requests, or requests in ``swap_in``, each with one row in the call.
-        prefill: Pairs of a waiting or prefilling request and the number of its prompt tokens in the call.
-        swap_in: Swapped requests that become running; their KV slots are copied into the arena if they are not there.
-        swap_out: Running requests that become swapped; their KV slots are copied to the host pool.
-        preempt: Requests that lose their KV slots and wait again; all their tokens are recomputed later.
-        job: The id of the job that runs; such a plan has nothing else. None for a call of requests.
-        wait_until: The moment until which the device waits for idle requests; such a plan has nothing else. The policy is asked
-            again then, or when a request or a job arrives. The planner decides about it for the shipped policies.
-    """
+    """The next device call, and the changes before it. Requests are given by their ids."""
 
     decode: tuple[int, ...] = ()
+    """Running requests, or requests in ``swap_in``, each with one row in the call."""
     prefill: tuple[tuple[int, int], ...] = ()
+    """Pairs of a waiting or prefilling request and the number of its prompt tokens in the call."""
     swap_in: tuple[int, ...] = ()
+    """Swapped requests that become running; their KV slots are copied into the arena if they are not there."""
     swap_out: tuple[int, ...] = ()
+    """Running requests that become swapped; their KV slots are copied to the host pool."""
     preempt: tuple[int, ...] = ()
+    """Requests that lose their KV slots and wait again; all their tokens are recomputed later."""
     job: int | None = None
+    """The id of the job that runs; such a plan has nothing else. None for a call of requests."""
     wait_until: float | None = None
+    """The moment until which the device waits for idle requests; such a plan has nothing else. The policy is asked
+    again then, or when a request or a job arrives. The planner decides about it for the shipped policies."""
 
     @property
     def num_rows(self) -> int:
@@ -318,28 +303,27 @@ class Plan:
 
 @dataclass(frozen=True)
 class CallView:
-    """A device call that runs in blocks, at a moment between two of them, at which the device is free.
-
-    Attributes:
-        variant: The program of the call.
-        seconds: The expected duration of the whole call without others, in seconds.
-        num_blocks, num_done: The number of its blocks, and of those that have run.
-        num_inserted: The number of decode steps that have run between its blocks.
-        steps: The variants that can decode now, ascending by rows. They see all slots of the arena, and leave each where it is.
-        prompt_start: The moment at which the first call of its oldest prompt began.
-        prompt_seconds: The device time that the calls of this prompt have taken, those of the blocks that have run included.
-        is_proactive: Whether nobody waits for any of its prompts.
-    """
+    """A device call that runs in blocks, at a moment between two of them, at which the device is free."""
 
     variant: Variant
+    """The program of the call."""
     seconds: float
+    """The expected duration of the whole call without others, in seconds."""
     num_blocks: int
+    """The number of its blocks."""
     num_done: int
+    """The number of its blocks that have run."""
     num_inserted: int
+    """The number of decode steps that have run between its blocks."""
     steps: tuple[Variant, ...]
+    """The variants that can decode now, ascending by rows. They see all slots of the arena, and leave each where it
+    is."""
     prompt_start: float
+    """The moment at which the first call of its oldest prompt began."""
     prompt_seconds: float
+    """The device time that the calls of this prompt have taken, those of the blocks that have run included."""
     is_proactive: bool = False
+    """Whether nobody waits for any of its prompts."""
 
     @property
     def block_seconds(self) -> float:

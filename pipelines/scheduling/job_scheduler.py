@@ -211,7 +211,8 @@ def urgency(job: JobView) -> tuple[float, float, float]:
 def longest_job(view: View, most: float = float("inf")) -> float:
     """Return the longest time in seconds that a job should take now: jobs of this length fill the time between two tokens.
 
-    ``most``: a limit that others set, in seconds.
+    Args:
+        most: A limit that others set, in seconds.
     """
     if not view.running:
         return min(most, MAX_JOB_SECONDS)

@@ -204,16 +204,14 @@ class RequestInfo:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest number of running requests, and the targets for TTFT, TPOT and gaps in ms; None without a target.
-
-    ``token_bound`` is the bound on the time between two tokens, for the policy, for jobs and for the turns of other programs.
-    """
+    """The largest number of running requests, and the targets for TTFT, TPOT and gaps in ms; None without a target."""
 
     max_num_seqs: int
     ttft_ms: float | None = None
     tpot_ms: float | None = None
     gap_ms: float | None = None
     token_bound: TokenBound = OWN_BOUND
+    """The bound on the time between two tokens, for the policy, for jobs and for the turns of other programs."""
 
 
 class RequestTable:

@@ -36,14 +36,14 @@ ARRIVE, FINISH, BEGIN = range(3)
 
 @dataclass(frozen=True)
 class Link:
-    """The transfer of a request's KV slots from the prefilling to the decoding device; each transfer has the full bandwidth.
-
-    ``latency`` is in seconds, ``slot_bytes`` in bytes per KV slot, ``bandwidth`` in bytes per second.
-    """
+    """The transfer of a request's KV slots from the prefilling to the decoding device; each transfer has the full bandwidth."""
 
     latency: float = 0.0
+    """In seconds."""
     slot_bytes: float = 0.0
+    """In bytes per KV slot."""
     bandwidth: float = float("inf")
+    """In bytes per second."""
 
     def __call__(self, num_slots: int) -> float:
         """Return the seconds that the transfer of ``num_slots`` KV slots takes."""
@@ -185,19 +185,18 @@ BUSY_REQUESTS = 64
 
 @dataclass(frozen=True)
 class Scenario:
-    """A workload and the devices that serve it.
-
-    ``num_devices`` devices prefill and decode; with ``num_decode_devices``, they only prefill, and the others decode after the
-    transfer over ``link``. At most ``concurrency`` requests are admitted at a time; None for no limit.
-    """
+    """A workload and the devices that serve it."""
 
     model: DeviceModel
     arrivals: tuple[Arrival, ...]
     num_devices: int = 1
+    """They prefill and decode; with ``num_decode_devices`` they only prefill."""
     num_decode_devices: int = 0
+    """They decode after the transfer over ``link``."""
     link: Link = field(default_factory=Link)
     dispatch: Dispatch = "least_loaded"
     concurrency: int | None = None
+    """The most requests that are admitted at a time; None for no limit."""
 
     def with_jobs(self, seconds: float) -> Scenario:
         """Return the same scenario with calls of another model, of ``seconds`` each, that always wait until the last arrival."""

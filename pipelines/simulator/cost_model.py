@@ -24,14 +24,13 @@ Cost = Callable[[Variant], float]
 
 @dataclass(frozen=True)
 class AnalyticCosts:
-    """The seconds per call: ``fixed + weights + row * rows + attention * rows * (kv_len + rows)``.
-
-    ``weights`` is the time to read the weights once, ``attention`` that per row and KV slot (or row) that it attends to.
-    """
+    """The seconds per call: ``fixed + weights + row * rows + attention * rows * (kv_len + rows)``."""
 
     weights: float
+    """Seconds to read the weights once."""
     row: float
     attention: float = 0.0
+    """Seconds per row and KV slot (or row) that it attends to."""
     fixed: float = 0.0
 
     def __call__(self, variant: Variant) -> float:
@@ -52,18 +51,17 @@ class Blocks:
 
 @dataclass(frozen=True)
 class HostCost:
-    """The seconds of the host between two device calls: ``step + row * num_rows + sequence * num_sequences``.
-
-    ``swap``: seconds per KV slot that is copied to or from the host pool. ``answer``: from the end of a call to its tokens.
-    ``wake``: from a request's arrival at an idle device to its call; None for the formula.
-    """
+    """The seconds of the host between two device calls: ``step + row * num_rows + sequence * num_sequences``."""
 
     step: float = 0.0
     row: float = 0.0
     sequence: float = 0.0
     answer: float = 0.0
+    """From the end of a call to its tokens."""
     wake: float | None = None
+    """From a request's arrival at an idle device to its call; None for the formula."""
     swap: float = 0.0
+    """Seconds per KV slot that is copied to or from the host pool."""
 
     def __call__(self, num_rows: int, num_sequences: int) -> float:
         return self.step + self.row * num_rows + self.sequence * num_sequences

@@ -56,7 +56,7 @@ ALIGNED_SINGLE_ROW: Line = {255: 406.6, 1151: 409.1, 2303: 455.0}
 
 @dataclass(frozen=True)
 class NpuCosts:
-    """The seconds of a call of 24 layers in ``num_blocks`` blocks and the LM head; each part takes ``call_seconds`` more.
+    """The seconds of a call of 24 layers in blocks and the LM head.
 
     Between two entries of a table, in rows and in KV length, costs are linear; beyond the last ones they go on so. Rows are
     rounded up to a multiple of 16, as programs for NPUs must be.
@@ -67,6 +67,7 @@ class NpuCosts:
     aligned: Line
     num_blocks: int = NUM_LAYERS
     call_seconds: float = CALL_SECONDS
+    """Further seconds of each part."""
 
     @property
     def divided(self) -> Blocks:

@@ -72,12 +72,10 @@ class SimulatedClients:
 
 @dataclass(frozen=True)
 class BulkJobs:
-    """Calls of another model, such as packed documents, of which one always waits until the moment ``end``.
-
-    ``seconds`` is the duration of one call; calls are shorter if the device's policy asks for it, at no cost.
-    """
+    """Calls of another model, such as packed documents, of which one always waits until the moment ``end``."""
 
     seconds: float
+    """The duration of one call; calls are shorter if the device's policy asks for it, at no cost."""
     end: float
 
 

@@ -35,27 +35,28 @@ from .workload import Arrival
 
 @dataclass(frozen=True)
 class DeviceModel:
-    """The programs, costs and KV slots of a device.
-
-    ``kv_slots`` is the size of the arena, ``host_kv_slots`` that of the host pool, and ``max_seq_len`` the most slots of one
-    sequence. The policy sees the exact costs, or begins with the measurements ``known`` and updates them. ``jobs`` are calls of
-    another model. ``waits_for_batch``: as in ``EngineOptions``. ``prefix_caching``: whether beams and client sequences that
-    lose their slots are kept in the host pool; prompts never begin alike. ``blocks``: how the calls are divided.
-    """
+    """The programs, costs and KV slots of a device."""
 
     index: VariantIndex
     cost: Cost
     limits: Limits
     kv_slots: int
+    """The size of the arena."""
     host_kv_slots: int
+    """The size of the host pool."""
     max_seq_len: int
     host: HostCost = field(default_factory=HostCost)
     known: Mapping[Variant, float] | None = None
+    """The costs with which the policy begins, and which it updates; None if it sees the exact ones."""
     jobs: BulkJobs | None = None
+    """Calls of another model."""
     waits_for_batch: bool = True
+    """As in ``EngineOptions``."""
     drafting: Drafting | None = None
     prefix_caching: bool = False
+    """Whether beams and client sequences that lose their slots are kept in the host pool; prompts never begin alike."""
     blocks: Blocks = field(default_factory=Blocks)
+    """How the calls are divided."""
 
     @property
     def options(self) -> EngineOptions:
@@ -67,11 +68,12 @@ class DeviceModel:
 
 @dataclass(frozen=True)
 class SimulatedRequest:
-    """A request on one device, which it leaves after ``limit`` tokens. ``before``: what another device did for it before."""
+    """A request on one device, which it leaves after ``limit`` tokens."""
 
     arrival: Arrival
     limit: int
     before: RequestRecord | None = None
+    """What another device did for it before."""
 
     @property
     def num_tokens(self) -> int:
@@ -93,10 +95,11 @@ class SimulatedRequest:
 
 @dataclass
 class _Served:
-    """A request in the engine; ``state`` is None if its client chooses the tokens. ``num_left`` answers have not ended."""
+    """A request in the engine; ``num_left`` answers have not ended."""
 
     request: SimulatedRequest
     state: RequestState | None
+    """None if its client chooses the tokens."""
     num_left: int
 
 

@@ -161,7 +161,9 @@ def prompt_of(arrival: Arrival) -> tuple[int, ...]:
 
 
 def next_logits(tokens: Tokens) -> Logits:
-    """Return the logits of the simulated model: any token of answers follows a prompt, and each of them follows itself."""
+    """Return the logits ``[n, vocab]`` of the simulated model: any token of answers follows a prompt, and each of them follows
+    itself.
+    """
     return _LOGITS.take(tokens, 0, mode="clip")
 
 
@@ -213,18 +215,19 @@ WRONG = np.eye(1, VOCAB_SIZE, PROMPT_TOKEN, dtype=np.float32)
 
 @dataclass(frozen=True)
 class Drafting:
-    """Drafts of up to ``most`` tokens, each accepted with the probability ``accept`` if all before it were.
-
-    The draft model takes ``seconds`` for each token of the drafts of a call, all requests together, and for each chunk of a
-    prompt that it reads; 0 stands for prompt lookup. The engine decides when drafts pay, as for a real draft model.
+    """How drafts come about; the engine decides when they pay, as for a real draft model.
 
     Raises:
         ConfigError: a value is impossible.
     """
 
     most: int
+    """The most tokens of a draft."""
     accept: float
+    """The probability that a token is accepted if all before it were."""
     seconds: float = 0.0
+    """What the draft model takes for each token of the drafts of a call, all requests together, and for each chunk of a prompt
+    that it reads; 0 stands for prompt lookup."""
 
     def __post_init__(self) -> None:
         if self.most < 1 or not 0 <= self.accept <= 1 or not 0 <= self.seconds < float("inf"):

@@ -23,14 +23,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Summary:
-    """The figures of one run: ``*_ms`` in milliseconds, and rates over the ``seconds`` from the first arrival to the last token.
-
-    ``tpot_ms`` is the mean time per token after the first, and ``decode_tpot_ms`` that per token after the second.
-    ``second_token_ms`` is the time from the first to the second token, during which a request may be swapped.
-    ``longest_gap_ms`` is the longest time between two tokens of one request, and ``gap_p95_ms`` the 95th percentile of the
-    longest gaps of all requests. ``latency_ms`` is the time from arrival to the last token. ``fairness`` is Jain's index (Jain,
-    Chiu, Hawe: A Quantitative Measure of Fairness, DEC-TR-301, 1984) of the requests' speeds, in tokens of prompt and answer per
-    second of latency: 1 if all are equal, 1/n if one request gets everything.
+    """The figures of one run: ``*_ms`` in milliseconds, and rates over the ``seconds`` from the first arrival to the last
+    token.
     """
 
     num_requests: int
@@ -42,27 +36,35 @@ class Summary:
     ttft_p50_ms: float
     ttft_p95_ms: float
     tpot_ms: float
+    """The mean time per token after the first."""
     decode_tpot_ms: float
+    """The mean time per token after the second."""
     second_token_ms: float
+    """The time from the first to the second token, during which a request may be swapped."""
     longest_gap_ms: float
+    """The longest time between two tokens of one request."""
     gap_p95_ms: float
+    """The 95th percentile of the longest gaps of all requests."""
     latency_ms: float
+    """The time from arrival to the last token."""
     latency_p95_ms: float
     fairness: float
+    """Jain's index (Jain, Chiu, Hawe: A Quantitative Measure of Fairness, DEC-TR-301, 1984) of the requests' speeds, in tokens
+    of prompt and answer per second of latency: 1 if all are equal, 1/n if one request gets everything."""
 
 
 @dataclass(frozen=True)
 class RunSummary(Summary):
-    """The figures of one simulated run.
-
-    ``busy`` is the share of ``seconds`` in which a device was running, and ``job_share`` that in which it ran jobs of another
-    model; both are means over the devices. ``num_drafted`` tokens were drafted and checked, ``num_accepted`` of them accepted.
-    """
+    """The figures of one simulated run."""
 
     busy: float
+    """The share of ``seconds`` in which a device was running, a mean over the devices."""
     job_share: float = 0.0
+    """The share in which it ran jobs of another model."""
     num_drafted: int = 0
+    """Tokens that were drafted and checked."""
     num_accepted: int = 0
+    """Drafted tokens that were accepted."""
 
     def as_dict(self) -> dict[str, float]:
         """Return the figures of one policy that ``staticllm simulate --json`` prints."""

@@ -38,19 +38,19 @@ Records = list[Record]
 
 @dataclass(frozen=True)
 class Check:
-    """One workload under one policy, measured and simulated.
-
-    ``predicted`` uses costs that were measured before, on other requests; ``replayed`` uses the costs of the measured run itself,
-    so that its deviations are the simulator's and not the machine's. ``rate`` is in requests per second, lengths are in tokens.
-    """
+    """One workload under one policy, measured and simulated."""
 
     policy: str
     prompt: int
+    """In tokens, like ``output``."""
     output: int
     rate: float
+    """In requests per second."""
     measured: Summary
     predicted: Summary
+    """Uses costs that were measured before, on other requests."""
     replayed: Summary
+    """Uses the costs of the measured run itself, so that its deviations are the simulator's and not the machine's."""
 
     @property
     def deviations(self) -> dict[str, float]:
@@ -73,8 +73,10 @@ def validate(
 ) -> Iterator[tuple[Check, DeviceModel]]:
     """Calibrate, predict and measure four workloads under each policy; yield each check and the device calibrated for it.
 
-    ``rate`` is in requests per second; None for 60 % of the maximum rate that the simulator finds. ``seed``: of the arrivals,
-    which are the same for the simulator and the engine.
+    ``rate`` is in requests per second; None for 60 % of the maximum rate that the simulator finds.
+
+    Args:
+        seed: The seed of the arrivals, which are the same for the simulator and the engine.
 
     Raises:
         StaticLLMError: the model cannot be loaded, or a request failed.

@@ -23,19 +23,20 @@ CLASSES = {"reactive": 0, "proactive": PROACTIVE_PRIORITY}
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request: its arrival ``time`` in seconds from the start, and lengths in tokens. A higher ``priority`` goes first.
-
-    ``think`` is None for a request whose tokens the engine chooses. Otherwise a client chooses them, and takes ``think`` seconds
-    from the logits to the next token. ``num_answers``: the answers sampled after one prompt, or its beams with ``are_beams``.
-    """
+    """One request."""
 
     id: int
     time: float
+    """In seconds from the start."""
     num_prompt: int
+    """In tokens, like ``num_output``."""
     num_output: int
     priority: int = 0
+    """Higher ones go first."""
     think: float | None = None
+    """Seconds from the logits to the next token, if a client chooses tokens; None if the engine does."""
     num_answers: int = 1
+    """The answers sampled after one prompt, or its beams with ``are_beams``."""
     are_beams: bool = False
 
 

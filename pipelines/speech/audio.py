@@ -121,29 +121,29 @@ def _time(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class Recording:
-    """A file that was read: its samples ``[n]`` at 16 kHz, the mean of its channels, float32, with silence where it has gaps.
-
-    ``start``: when the first one is heard by the times of the file, seconds. In a film, sound may begin after the picture; where
-    the sound begins with what an encoder needs in advance, it is less than 0.
-    """
+    """A file that was read: its samples ``[n]`` at 16 kHz, the mean of its channels, float32, with silence where it has gaps."""
 
     samples: Samples
     start: float = 0.0
+    """The time of the first one in the file, seconds. In a film, sound may begin after the picture; where the
+    sound begins with what an encoder needs in advance, it is less than 0."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """The next samples ``[n]`` of a file, ``silence`` seconds after those before. ``start`` is that of ``Recording``."""
+    """The next samples ``[n]`` of a file, ``silence`` seconds after those before."""
 
     samples: Samples = field(default_factory=lambda: np.zeros(0, np.float32))
     silence: float = 0.0
     start: float = 0.0
+    """As in ``Recording``."""
 
 
 def read_audio(file: AudioFile, max_seconds: float = MAX_SECONDS) -> Samples:
     """Return the samples ``[n]`` of a file at 16 kHz, as ``read_recording``, with silence before a sound that begins later.
 
-    Raises as that function.
+    Raises:
+        StaticLLMError: as for ``read_recording``.
     """
     found = read_recording(file, max_seconds)
     silence = np.zeros(round(max(0.0, found.start) * RATE), np.float32)
@@ -300,10 +300,10 @@ def _timed_pieces(file: Any, make_resampler: Callable[[], Any]) -> Iterator[_Pie
     for frame in file.decode(audio=0):
         moment = _moment_of(frame)
         if now is None:
-            origin = _origin_of(file)
-            now = origin if moment is None or moment - origin < EARLIEST_START else moment
+            beginning = _beginning_of(file)
+            now = beginning if moment is None or moment - beginning < EARLIEST_START else moment
             moment = now
-            yield _Piece(start=now - origin)
+            yield _Piece(start=now - beginning)
         gap = 0.0 if moment is None else moment - now
         if gap > LEAST_GAP:
             yield from _means(resampler.resample(None))
@@ -321,7 +321,7 @@ def _moment_of(frame: Any) -> float | None:
     return None if frame.pts is None or not frame.time_base else float(frame.pts * frame.time_base)
 
 
-def _origin_of(file: Any) -> float:
+def _beginning_of(file: Any) -> float:
     """Return the second that counts as the beginning of a file of ``av``: the first one that it has, where times are those of a
     clock which runs on from one program to the next, as in broadcasts; else 0."""
     import av

@@ -48,7 +48,10 @@ def read_cancellable(
 ) -> Recording:
     """Return the samples ``[n]`` at 16 kHz of a path or an open file, which is closed, as ``read_recording``.
 
-    Raises ``PromptError`` and ``ConfigError`` as that function, and ``concurrent.futures.CancelledError`` (it was cancelled).
+    Raises:
+        PromptError: as for ``read_recording``.
+        ConfigError: as for ``read_recording``.
+        CancelledError: it was cancelled.
     """
     try:
         if not isinstance(file, (str, os.PathLike)):

@@ -21,21 +21,18 @@ class FallBackVerdict(Enum):
 
 @dataclass(frozen=True)
 class DecodedWindow:
-    """What a window was decoded to.
-
-    Attributes:
-        tokens: The tokens of the text, with timestamps.
-        logprobs: The log-probability of each token that was chosen, also of the end, at temperature 1, by its final logits.
-        no_speech: The probability that the window has no speech; None if it is not known.
-        temperature: The temperature at which the tokens were chosen.
-        num_told: The number of ``tokens`` that the caller has got already.
-    """
+    """What a window was decoded to."""
 
     tokens: Sequence[int]
+    """The tokens of the text, with timestamps."""
     logprobs: Sequence[float]
+    """The log-probability of each token that was chosen, also of the end, at temperature 1, by its final logits."""
     no_speech: float | None = None
+    """The probability that the window has no speech; None if it is not known."""
     temperature: float = 0.0
+    """The temperature at which the tokens were chosen."""
     num_told: int = 0
+    """The number of ``tokens`` that the caller has got already."""
 
     @property
     def mean_log_probability(self) -> float:

@@ -35,21 +35,20 @@ DECADES = 8.0
 
 @dataclass(frozen=True)
 class MelConfig:
-    """How features are computed, with the names of ``preprocessor_config.json``; the defaults are those of Whisper tiny.
-
-    Attributes:
-        feature_size: Mel bands per frame: 80, or 128 since Whisper large v3.
-        sampling_rate: Samples per second, Hz.
-        hop_length: Samples from one frame to the next.
-        n_fft: Samples of a frame.
-        chunk_length: Seconds of a window of the encoder.
+    """How features are computed, with the names of ``preprocessor_config.json``; the defaults are those of Whisper
+    tiny.
     """
 
     feature_size: int = 80
+    """Mel bands per frame: 80, or 128 since Whisper large v3."""
     sampling_rate: int = 16000
+    """Samples per second, Hz."""
     hop_length: int = 160
+    """Samples from one frame to the next."""
     n_fft: int = 400
+    """Samples of a frame."""
     chunk_length: int = 30
+    """Seconds of a window of the encoder."""
 
     @property
     def window_samples(self) -> int:
@@ -107,10 +106,10 @@ def log_mel(samples: Samples, config: MelConfig, on_block: Callable[[], object] 
     """
     num_frames = config.num_frames(len(samples))
     found = np.full((config.feature_size, num_frames), np.log10(LEAST_POWER), np.float32)
-    num_heard = min(num_frames, _ceil(len(samples) + config.n_fft // 2, config.hop_length))
-    for start in range(0, num_heard, BLOCK):
+    num_filled = min(num_frames, _ceil(len(samples) + config.n_fft // 2, config.hop_length))
+    for start in range(0, num_filled, BLOCK):
         on_block()
-        end = min(start + BLOCK, num_heard)
+        end = min(start + BLOCK, num_filled)
         found[:, start:end] = _log_power(_frames(samples, start, end, config), config)
     if not num_frames:
         return found
@@ -146,9 +145,9 @@ def _reflected(samples: Samples, first: int, last: int, config: MelConfig) -> Sa
     length = max(len(samples), config.window_samples)
     places = np.abs(np.arange(first, last))
     places = np.where(places >= length, 2 * (length - 1) - places, places)
-    is_heard = places < len(samples)
+    is_inside = places < len(samples)
     found = np.zeros(last - first, np.float32)
-    found[is_heard] = samples[places[is_heard]]
+    found[is_inside] = samples[places[is_inside]]
     return found
 
 

@@ -16,10 +16,11 @@ NO_END = -1.0
 
 @dataclass(frozen=True)
 class WhisperDecodedResultChunk(LikeGenAI):
-    """A segment of the text, and when it was spoken, seconds; ``end_ts`` is -1 if its end is not known."""
+    """A segment of the text, and when it was spoken, seconds."""
 
     start_ts: float
     end_ts: float
+    """-1 if its end is not known."""
     text: str
 
 
@@ -93,23 +94,20 @@ def _ms(durations: list[float]) -> MeanStdPair:
 
 @dataclass(frozen=True)
 class WhisperDecodedResults(LikeGenAI):
-    """The transcription of a recording.
-
-    Attributes:
-        texts: The text, one entry.
-        scores: 1.0, as in GenAI.
-        language: The code of the language, given or detected (``en``).
-        chunks: The segments, if ``return_timestamps`` asked for them, else None.
-        words: The words, if ``word_timestamps`` asked for them, else None.
-        perf_metrics: The timings.
-    """
+    """The transcription of a recording."""
 
     texts: list[str]
+    """The text, one entry."""
     scores: list[float]
+    """1.0, as in GenAI."""
     language: str
+    """The code of the language, given or detected (``en``)."""
     chunks: list[WhisperDecodedResultChunk] | None = None
+    """The segments, if ``return_timestamps`` asked for them, else None."""
     words: list[WhisperWordTiming] | None = None
+    """The words, if ``word_timestamps`` asked for them, else None."""
     perf_metrics: WhisperPerfMetrics = field(default_factory=WhisperPerfMetrics, repr=False)
+    """The timings."""
 
     def __str__(self) -> str:
         """Return the text; of several ones a line each, after its score, as GenAI's results do."""

@@ -15,21 +15,18 @@ MAX_SOURCE_POSITIONS = 1500
 
 @dataclass(frozen=True)
 class WindowTimes:
-    """How timestamp tokens count in a window.
-
-    Attributes:
-        begin: The token of 0.00 s.
-        eos: The end of a text; all tokens from this one on are special.
-        seconds_per_token: Seconds from one timestamp to the next: 0.02.
-        frames_per_token: Frames of features from one timestamp to the next: 2.
-        window_frames: Frames of a window: 3000.
-    """
+    """How timestamp tokens count in a window."""
 
     begin: int
+    """The token of 0.00 s."""
     eos: int
+    """The end of a text; all tokens from this one on are special."""
     seconds_per_token: float = 0.02
+    """Seconds from one timestamp to the next: 0.02."""
     frames_per_token: int = 2
+    """Frames of features from one timestamp to the next: 2."""
     window_frames: int = 3000
+    """Frames of a window: 3000."""
 
     @classmethod
     def of(cls, tokens: WhisperTokens, mel: MelConfig, max_source_positions: int = MAX_SOURCE_POSITIONS) -> WindowTimes:
@@ -41,28 +38,26 @@ class WindowTimes:
 
 @dataclass(frozen=True)
 class SpeechSegment:
-    """A piece of text: seconds of the recording, and its tokens without special ones. ``end`` is None if it has no timestamp."""
+    """A piece of text: seconds of the recording, and its tokens without special ones."""
 
     start: float
     end: float | None
+    """None if it has no timestamp."""
     tokens: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class WindowSegments:
-    """What the tokens of a window mean.
-
-    Attributes:
-        segments: Complete segments, or a single one without an end; none of text without timestamps.
-        advance: Frames from the beginning of this window to that of the next, at least 1.
-        text: The tokens of the text: those of the segments.
-        ranges: For each segment, the first token of its text among those of the window, and the one after the last.
-    """
+    """What the tokens of a window mean."""
 
     segments: tuple[SpeechSegment, ...] = ()
+    """Complete segments, or a single one without an end; none of text without timestamps."""
     advance: int = 3000
+    """Frames from the beginning of this window to that of the next, at least 1."""
     text: tuple[int, ...] = ()
+    """The tokens of the text: those of the segments."""
     ranges: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+    """For each segment, the first token of its text among those of the window, and the one after the last."""
 
 
 def segments_of(
@@ -70,11 +65,11 @@ def segments_of(
 ) -> WindowSegments:
     """Return the segments of a window that begins ``offset`` seconds after its recording, as GenAI's ``extract_segments``.
 
-    Unlike there, no segment is later than ``seconds``, the end of the recording: the model also hears the silence after it.
+    Unlike there, no segment is later than ``seconds``, the end of the recording: the model also encodes the silence after it.
 
     ``tokens`` are those that were generated; the end of the text may be among them. Text after the last pair of timestamps was
     cut by the end of the window: it is dropped, and the next window begins at the pair. A window that ends with a single
-    timestamp, or without any, was heard to its end.
+    timestamp, or without any, was transcribed to its end.
     """
 
     def moment(token: int) -> float:

@@ -24,18 +24,18 @@ EXPORT = "optimum-cli export openvino --task automatic-speech-recognition-with-p
 
 @dataclass(frozen=True)
 class SpeechFiles:
-    """The checked files of a speech model.
-
-    ``decoder``: the IR that decodes; an export without state has another one for the first tokens, which also computes what it
-    sees of a window. ``cross_window_len``: the frames of a window that the decoder sees. ``max_positions``: the most tokens of a
-    window, those of its prompt among them. ``file``: the path of ``generation_config.json``.
-    """
+    """The checked files of a speech model."""
 
     directory: Path
     decoder: str
+    """The IR that decodes; an export without state has another one for the first tokens, which also computes what it sees of a
+    window."""
     cross_window_len: int
+    """The frames of a window that the decoder sees."""
     max_positions: int
+    """The most tokens of a window, those of its prompt among them."""
     file: Path
+    """The path of ``generation_config.json``."""
 
 
 def speech_files(models_path: str | bytes | os.PathLike[str]) -> SpeechFiles:

@@ -37,12 +37,13 @@ Heads: TypeAlias = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class SpeechJobs:
-    """The jobs of one device, but the decoder's, which is launched: ``decoder`` is its candidate. ``alignment``: if words are
-    wanted."""
+    """The jobs of one device, but the decoder's, which is launched."""
 
     encoder: LoadJob[Any]
     decoder: Candidate
+    """The candidate of the decoder."""
     alignment: LoadJob[Any] | None
+    """None if no words are wanted."""
 
 
 def speech_jobs(
@@ -56,10 +57,13 @@ def speech_jobs(
 ) -> SpeechJobs:
     """Return the jobs of a speech model for one device.
 
-    ``num_windows``: the windows that are decoded together. ``heads``: layer and head of the attentions that align text and
-    speech; none if no words are wanted. ``check`` raises a ``DeviceError`` for a device that cannot be used. ``shares_engine``:
-    whether requests of other models may use the device; the encoder then runs in blocks, unless the user or a blob set has
-    chosen its programs.
+    ``check`` raises a ``DeviceError`` for a device that cannot be used.
+
+    Args:
+        num_windows: The windows that are decoded together.
+        heads: Layer and head of the attentions that align text and speech; none if no words are wanted.
+        shares_engine: Whether requests of other models may use the device; the encoder then runs in blocks, unless the
+            user or a blob set has chosen its programs.
 
     Raises:
         ConfigError: a field has no meaning for speech.
@@ -86,7 +90,11 @@ def folder_of(model_file: str) -> str:
 
 
 def check_speech_config(config: StaticLLMConfig) -> None:
-    """Raise ``ConfigError`` if a field has no meaning for speech."""
+    """Check that all fields that were set have a meaning for speech.
+
+    Raises:
+        ConfigError: one has none.
+    """
     if wrong := sorted(config.non_default & set(OF_TEXT)):
         raise ConfigError(f"{wrong[0].upper()} has no meaning for speech: leave it out")
 

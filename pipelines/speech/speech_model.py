@@ -115,7 +115,10 @@ class Window:
     def align(self, tokens: Sequence[int], priority: int = 0) -> NDArray[np.float32]:
         """Return which frames a text looks at: the weights ``[heads, tokens, cross_window_len]`` of the alignment heads.
 
-        Raises ``ClosedError``, ``DeviceError`` and ``concurrent.futures.CancelledError``.
+        Raises:
+            ClosedError: the pipeline was closed.
+            DeviceError: a call failed.
+            CancelledError: it was cancelled.
         """
         assert self._alignment is not None, "loaded without alignment heads"
         found = self._alignment.align(self._window, tokens, priority)
@@ -125,7 +128,12 @@ class Window:
     def generate(self, request: EngineRequest, processors: UserProcessors = ()) -> Iterator[Chosen]:
         """Yield the tokens of a request about this window. Leaving the iteration cancels the request; a cancellation ends it.
 
-        ``processors``: the logits processors that the user made. Raises ``BusyError``, ``ClosedError`` and what ends the request.
+        ``processors`` are the logits processors that the user made.
+
+        Raises:
+            BusyError: ``MAX_WAITING`` requests are waiting.
+            ClosedError: the pipeline was closed.
+            StaticLLMError: what ended the request.
         """
         request = replace(request, cross_window=self._window)
         queue = self._engine.submit(request, processors=processors)
@@ -194,8 +202,13 @@ class SpeechModel:
     ) -> Iterator[Window]:
         """Let the device encode a window, ``[bands, columns]``, for the time of a block.
 
-        ``cancellation`` ends the wait for the device, and requests about the window. Raises ``ClosedError``, ``DeviceError`` and
-        ``NumericalError`` (the window cannot be encoded), and ``concurrent.futures.CancelledError``.
+        ``cancellation`` ends the wait for the device, and requests about the window.
+
+        Raises:
+            ClosedError: the pipeline was closed.
+            DeviceError: a call failed.
+            NumericalError: the window cannot be encoded.
+            CancelledError: it was cancelled.
         """
         cancellation = cancellation or Cancellation()
         encoded = self.windows.encode(features, priority)
@@ -237,13 +250,16 @@ def load_speech(
 ) -> SpeechModel:
     """Load a speech model for the first device that can run it; a device that refuses is reported to ``on_progress``.
 
-    ``host``: the engine that owns the first of the devices; None for an engine for jobs alone, as on any other device.
-    ``shared_bound``: the bound between two tokens of an engine that shares its device with those of other models, which it takes
-    turns with; None if it does not.
+    Args:
+        files, candidates, policy, on_progress: As for ``launch``.
+        num_windows: The windows that are decoded together.
+        heads: Layer and head of the attentions that align text and speech; none if no words are wanted.
+        host: The engine that owns the first of the devices; None for an engine for jobs alone, as on any other device.
+        shared_bound: The bound between two tokens of an engine that shares its device with those of other models, which
+            it takes turns with; None if it does not.
 
-    ``heads``: layer and head of the attentions that align text and speech; none if no words are wanted.
-
-    Raises as ``StaticWhisperPipeline``.
+    Raises:
+        StaticLLMError: as for ``StaticWhisperPipeline``.
     """
     for index, candidate in enumerate(candidates, 1):
         try:

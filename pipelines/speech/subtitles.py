@@ -22,15 +22,12 @@ ARROW = "-->"
 
 @dataclass(frozen=True)
 class Layout:
-    """How results are written.
-
-    Attributes:
-        line_chars: The longest line of a subtitle, characters; None for one line each.
-        duration: The length of the recording, seconds, where a chunk without an end ends; None if it is not known.
-    """
+    """How results are written."""
 
     line_chars: int | None = None
+    """The longest line of a subtitle, characters; None for one line each."""
     duration: float | None = None
+    """The length of the recording, seconds, where a chunk without an end ends; None if it is not known."""
 
 
 def written(results: WhisperDecodedResults, form: str, layout: Layout = Layout()) -> str:

@@ -95,8 +95,7 @@ class ParallelWindows:
 class _Run:
     """One transcription, or a part of it: what was asked for, who follows it, the text before windows, and what was found.
 
-    It begins at frame ``start`` of the recording, and ends before frame ``end``, after ``seconds``. ``is_first``: whether it has
-    the first window of the recording.
+    It begins at frame ``start`` of the recording, and ends before frame ``end``, after ``seconds``.
     """
 
     options: WhisperOptions
@@ -110,6 +109,7 @@ class _Run:
     found: Transcript
     stops: StopStrings
     is_first: bool = True
+    """Whether it has the first window of the recording."""
 
     def is_certain(self, no_speech: float | None) -> bool:
         """Return whether the text of a window is kept whatever it is, so that its tokens can be told as they are chosen."""
@@ -165,11 +165,15 @@ class Transcriber:
     ) -> Transcript:
         """Return what is said in a recording, ``[n]`` samples in [-1, 1] at the model's rate.
 
-        A recording of more than one window always gets timestamps, because they say where the next window begins. Of one that
-        was cancelled, what was transcribed so far is returned. ``parallel``: windows begin where there is silence, and are
+        A recording of more than one window always gets timestamps, because they say where the next window begins. Of one that was
+        cancelled, what was transcribed so far is returned. With ``parallel``, windows begin where there is silence, and are
         transcribed together; without it, each begins where the one before it ended.
 
-        Raises ``ClosedError``, ``DeviceError``, ``NumericalError``, ``BusyError``.
+        Raises:
+            ClosedError: the pipeline was closed.
+            DeviceError: a call failed.
+            NumericalError: a window has infinite values or no numbers.
+            BusyError: ``MAX_WAITING`` requests are waiting.
         """
         found = Transcript()
         begin = time.perf_counter()
@@ -200,7 +204,7 @@ class Transcriber:
         return found
 
     def _end_frame(self, num_frames: int, num_samples: int, options: WhisperOptions) -> int:
-        """Return the frame before which the recording ends. The model hears zeros after it.
+        """Return the frame before which the recording ends. The model encodes zeros after it.
 
         Where silence is to be found, it is treated as by openai-whisper and faster-whisper, for which the thresholds were chosen:
         zeros follow its last frame. Else, as by GenAI and transformers, silence follows a recording of less than a window.

@@ -17,23 +17,20 @@ OnTokens: TypeAlias = Callable[[Sequence[int]], bool]
 
 @dataclass(frozen=True)
 class WindowHeard:
-    """One window of a recording whose tokens are known.
-
-    Attributes:
-        seconds: The seconds of the recording that are transcribed now.
-        start: The second at which the window begins.
-        segments: Its segments; none if nothing asked for times.
-        avg_logprob: The mean log-probability of its tokens; 0 if it has none.
-        temperature: The temperature at which they were chosen.
-        no_speech_prob: The probability that it has no speech; None if no threshold asked for it.
-    """
+    """One window of a recording whose tokens are known."""
 
     seconds: float
+    """The seconds of the recording that are transcribed now."""
     start: float
+    """The second at which the window begins."""
     segments: tuple[SpeechSegment, ...]
+    """Its segments; none if nothing asked for times."""
     avg_logprob: float
+    """The mean log-probability of its tokens; 0 if it has none."""
     temperature: float = 0.0
+    """The temperature at which they were chosen."""
     no_speech_prob: float | None = None
+    """The probability that it has no speech; None if no threshold asked for it."""
 
     def later(self, seconds: float) -> WindowHeard:
         """Return the window with times that count from ``seconds`` before the recording; none is less than 0."""
@@ -62,7 +59,11 @@ class Cancellation:
         return self._is_cancelled
 
     def check(self) -> None:
-        """Raise ``concurrent.futures.CancelledError`` if ``cancel`` was called."""
+        """Check that ``cancel`` was not called.
+
+        Raises:
+            CancelledError: it was.
+        """
         if self._is_cancelled:
             raise CancelledError
 
@@ -94,15 +95,12 @@ class Cancellation:
 
 @dataclass(frozen=True)
 class TranscriptionWatch:
-    """What a caller gets of a transcription that runs; the functions are called on its thread.
-
-    Attributes:
-        on_tokens: Receives tokens of the text. If the recording has times, those of a window come together, at its end: what
-            the end of a window cuts off is heard again by the next one.
-        on_window: Receives each window at its end.
-        cancellation: Ends the transcription.
-    """
+    """What a caller gets of a transcription that runs; the functions are called on its thread."""
 
     on_tokens: OnTokens = lambda tokens: True
+    """Receives tokens of the text. If the recording has times, those of a window come together, at its end: what the
+    end of a window cuts off is transcribed again with the next one."""
     on_window: Callable[[WindowHeard], object] = lambda window: None
+    """Receives each window at its end."""
     cancellation: Cancellation = field(default_factory=Cancellation)
+    """Ends the transcription."""

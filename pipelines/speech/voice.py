@@ -28,7 +28,7 @@ from .log_mel import Samples
 FRAME = 512
 """Samples of a frame of the network: 32 ms."""
 CONTEXT = 64
-"""Samples before a frame that the network hears with it."""
+"""Samples before a frame that the network reads with it."""
 STATE = (1, 1, 128)
 BLOCK = 4096
 """Frames in a call of the network of ``silero-vad``."""
@@ -51,21 +51,18 @@ class Detector(Protocol):
 
 @dataclass(frozen=True)
 class VoiceParams:
-    """What counts as speech, with the meanings of silero-vad's ``get_speech_timestamps``. Times are seconds.
-
-    Attributes:
-        threshold: The probability with which speech begins.
-        end_threshold: The probability below which it ends.
-        min_speech: Shorter speech is dropped.
-        min_silence: Shorter silence does not end speech.
-        padding: What is kept before and after speech.
-    """
+    """What counts as speech, with the meanings of silero-vad's ``get_speech_timestamps``. Times are seconds."""
 
     threshold: float = 0.5
+    """The probability with which speech begins."""
     end_threshold: float = 0.35
+    """The probability below which it ends."""
     min_speech: float = 0.25
+    """Shorter speech is dropped."""
     min_silence: float = 0.5
+    """Shorter silence does not end speech."""
     padding: float = 0.2
+    """What is kept before and after speech."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +138,7 @@ def _by_openvino(path: Path) -> Detector:
 def windows_as_found(
     samples: Samples, detect: Detector, max_samples: int, on_part: Callable[[], object] = lambda: None
 ) -> Iterator[Interval]:
-    """Yield the windows of ``speech_windows`` in their order, each as soon as nothing later can change it.
+    """Yield the windows of ``speech_windows`` of samples ``[n]`` in their order, each as soon as nothing later can change it.
 
     ``on_part`` is called before the next part of the recording is searched; an exception in it ends the search.
     """

@@ -125,10 +125,7 @@ def _threshold(least: float, most: float) -> Callable[[str, object], float | Non
 
 @dataclass(frozen=True)
 class WhisperTokens:
-    """The token ids that have a meaning for Whisper. The defaults are those of GenAI's class, of multilingual models.
-
-    ``languages`` maps codes as ``en`` to ids; it is empty for an English-only model.
-    """
+    """The token ids that have a meaning for Whisper. The defaults are those of GenAI's class, of multilingual models."""
 
     decoder_start: int = read_by(_token, 50258, "decoder_start_token_id")
     pad: int = read_by(_token, 50257, "pad_token_id")
@@ -139,6 +136,7 @@ class WhisperTokens:
     no_timestamps: int = read_by(_token, 50363, "no_timestamps_token_id")
     is_multilingual: bool = read_by(_flag, True)
     languages: Mapping[str, int] = read_by(_languages, option="lang_to_id", default_factory=dict)
+    """Codes as ``en`` → ids; empty for an English-only model."""
 
     @property
     def no_speech(self) -> int:
@@ -155,10 +153,11 @@ class WhisperTokens:
 class FallBackParams:
     """When a window is decoded again at the next temperature, with the names of transformers and openai-whisper.
 
-    ``temperatures`` are tried in order; a single one means that nothing is decoded twice. A threshold of None has no effect.
+    A threshold of None has no effect.
     """
 
     temperatures: tuple[float, ...] = read_by(_temperatures, (0.0,))
+    """Tried in order; a single one means that nothing is decoded twice."""
     compression_ratio_threshold: float | None = read_by(_threshold(0.0, 1e6), None)
     logprob_threshold: float | None = read_by(_threshold(-1e6, 0.0), None)
     no_speech_threshold: float | None = read_by(_threshold(0.0, 1.0), None)
@@ -171,40 +170,41 @@ class FallBackParams:
 
 @dataclass(frozen=True)
 class WhisperOptions:
-    """The checked options of one transcription.
-
-    Attributes:
-        generation: The options that text generation has too.
-        tokens: The model's special tokens.
-        language: The code of the language that was asked for (``en``); None to detect it.
-        task: What is written: the speech's own language, or English.
-        return_timestamps: Whether results have chunks.
-        word_timestamps: Whether results have words.
-        alignment_heads: Layer and head of the cross-attention from which words get their times.
-        initial_prompt: Text before the first window; None without.
-        hotwords: Text before every window; None without.
-        suppress_tokens: Tokens that are never chosen.
-        begin_suppress_tokens: Tokens that are not chosen first.
-        max_initial_timestamp_index: The latest timestamp that a window can begin with, in steps of 0.02 s.
-        fall_back: When a window is decoded again.
-    """
+    """The checked options of one transcription."""
 
     generation: GenerationOptions
+    """The options that text generation has too."""
     tokens: WhisperTokens
+    """The model's special tokens."""
     language: str | None = read_by(_optional_text, None)
+    """The code of the language that was asked for (``en``); None to detect it."""
     task: Task = read_by(_optional_text, "transcribe")
+    """What is written: the speech's own language, or English."""
     return_timestamps: bool = read_by(_flag, False)
+    """Whether results have chunks."""
     word_timestamps: bool = read_by(_flag, False)
+    """Whether results have words."""
     alignment_heads: tuple[tuple[int, int], ...] = read_by(_heads, ())
+    """Layer and head of the cross-attention from which words get their times."""
     initial_prompt: str | None = read_by(_optional_text, None)
+    """Text before the first window; None without."""
     hotwords: str | None = read_by(_optional_text, None)
+    """Text before every window; None without."""
     suppress_tokens: tuple[int, ...] = read_by(_tokens, ())
+    """Tokens that are never chosen."""
     begin_suppress_tokens: tuple[int, ...] = read_by(_tokens, ())
+    """Tokens that are not chosen first."""
     max_initial_timestamp_index: int = read_by(_index, 50)
+    """The latest timestamp that a window can begin with, in steps of 0.02 s."""
     fall_back: FallBackParams = FallBackParams()
+    """When a window is decoded again."""
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raise ``GenerationConfigError`` if a token of the prompts is outside the vocabulary of the model."""
+        """Check the tokens of the prompts.
+
+        Raises:
+            GenerationConfigError: one is outside the vocabulary of the model.
+        """
         tokens = self.tokens
         named = {"decoder_start_token_id": tokens.decoder_start, "no_timestamps_token_id": tokens.no_timestamps}
         if self.initial_prompt is not None or self.hotwords is not None:
@@ -236,22 +236,20 @@ class WhisperGenerationConfig(genai.WhisperGenerationConfig):  # type: ignore[mi
         json_path: A ``generation_config.json``, whose values are the defaults.
         values: Fields. Unlike GenAI's class, this one refuses unknown names and impossible values.
 
-    Attributes:
-        temperatures: The temperatures at which a window is decoded, until its text passes the thresholds; ``()`` for
-            ``temperature`` alone. 0 is greedy decoding, or a beam search.
-        compression_ratio_threshold: The largest ratio to which zlib compresses good tokens; more means repetitions.
-        logprob_threshold: The least mean log-probability of the tokens of good text.
-        no_speech_threshold: The probability of no speech from which bad text is taken for silence.
-
     Raises:
         ModelError: the file cannot be read.
         GenerationConfigError: a field of the file, or one of ``values``, is unknown or has an impossible value.
     """
 
     temperatures: tuple[float, ...]
+    """The temperatures at which a window is decoded, until its text passes the thresholds; ``()`` for ``temperature``
+    alone. 0 is greedy decoding, or a beam search."""
     compression_ratio_threshold: float | None
+    """The largest ratio to which zlib compresses good tokens; more means repetitions."""
     logprob_threshold: float | None
+    """The least mean log-probability of the tokens of good text."""
     no_speech_threshold: float | None
+    """The probability of no speech from which bad text is taken for silence."""
 
     def __init__(self, json_path: str | os.PathLike[str] | None = None, **values: object) -> None:
         if json_path is None:
@@ -464,8 +462,8 @@ FALL_BACK: Mapping[str, Any] = {
     "logprob_threshold": -1.0,
     "no_speech_threshold": 0.6,
 }
-"""The thresholds with which openai-whisper and faster-whisper hear, those of transformers for repetitions: the defaults of the
-server and of the command. The class has none, like GenAI's, so that noise becomes text there."""
+"""The thresholds with which openai-whisper and faster-whisper transcribe, those of transformers for repetitions: the defaults of
+the server and of the command. The class has none, like GenAI's, so that noise becomes text there."""
 
 
 def fall_back_value(name: str, value: object) -> Any:

@@ -65,13 +65,14 @@ def start_tokens(tokens: WhisperTokens, language: str, task: Task) -> list[int]:
 
 @dataclass(frozen=True)
 class WindowPrompt:
-    """The tokens ``[n]`` that the decoder is given for a window. ``start`` is the index of ``<|startoftranscript|>``.
+    """The tokens ``[n]`` that the decoder is given for a window.
 
     The logits of row ``start`` tell the language and whether there is speech, those of the last row the first token.
     """
 
     tokens: tuple[int, ...]
     start: int
+    """The index of ``<|startoftranscript|>``."""
 
 
 def window_prompt(

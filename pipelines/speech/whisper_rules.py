@@ -7,7 +7,11 @@ from .whisper_config import WhisperOptions, WhisperTokens
 
 
 def whisper_rules(options: WhisperOptions, has_timestamps: bool) -> SpeechRules:
-    """Return the rules for one window. ``has_timestamps``: whether timestamps are generated."""
+    """Return the rules for one window.
+
+    Args:
+        has_timestamps: Whether timestamps are generated.
+    """
     tokens = options.tokens
     timestamps = TimestampParams(tokens.eos, tokens.timestamp_begin, options.max_initial_timestamp_index)
     return SpeechRules(
@@ -16,7 +20,7 @@ def whisper_rules(options: WhisperOptions, has_timestamps: bool) -> SpeechRules:
 
 
 def language_rules(tokens: WhisperTokens) -> SpeechRules:
-    """Return the rules for the token after ``<|startoftranscript|>``, with which the model says what language it hears."""
+    """Return the rules for the token after ``<|startoftranscript|>``, with which the model says what language is spoken."""
     return SpeechRules(allowed_tokens=tuple(sorted(tokens.languages.values())))
 
 

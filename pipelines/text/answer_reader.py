@@ -127,14 +127,22 @@ class AnswerReader:
         return [self.outputs[index] for index, end in ends if not index or (end is not None and end.is_found)]
 
     def check_single(self) -> None:
-        """Raise ``GenerationConfigError`` if there are several answers, which cannot be read as one text."""
+        """Check that there is one answer.
+
+        Raises:
+            GenerationConfigError: there are several, which cannot be read as one text.
+        """
         if (num_answers := len(self.processors)) > 1:
             raise GenerationConfigError(
                 f"num_return_sequences={num_answers}: several answers cannot be read as one text; call result()"
             )
 
     def check_parsed(self) -> None:
-        """Raise ``GenerationConfigError`` if the answer is not parsed, so that it has no events."""
+        """Check that the answer is parsed.
+
+        Raises:
+            GenerationConfigError: it is not, so it has no events.
+        """
         if self._prepared.new_parser is None:
             raise GenerationConfigError("events of an answer that is not parsed: pass tools, or parse_tools=True")
 
@@ -151,7 +159,8 @@ class AnswerReader:
     def read(self, until: float | None, has_echo: bool = False) -> Iterator[TextDelta]:
         """Yield the increments of all answers as this thread's reader; raise TimeoutError after the moment ``until``.
 
-        ``has_echo``: the prompt comes first if it is part of the answer and was not read yet.
+        Args:
+            has_echo: Whether the prompt comes first if it is part of the answer and was not read yet.
         """
         token = object()
         try:

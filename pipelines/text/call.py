@@ -18,7 +18,7 @@ from .inputs import Form
 
 @dataclass(frozen=True)
 class GenerateCall:
-    """The checked arguments of one call. ``started`` and ``deadline`` are ``time.perf_counter`` moments."""
+    """The checked arguments of one call."""
 
     form: Form
     options: GenerationOptions
@@ -26,6 +26,7 @@ class GenerateCall:
     priority: int
     deadline: float | None
     started: float
+    """A ``time.perf_counter`` moment, as ``deadline`` is."""
     is_chat: bool = False
 
     def check_single(self, receiver: str) -> None:
@@ -53,22 +54,22 @@ def no_text(tokens: list[int]) -> str:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A checked request together with the details of the call that its reader needs.
-
-    ``encoded`` is a ``time.perf_counter`` moment. ``template_seconds`` is the time that the chat template took, None without a
-    template. ``processors`` are the logits processors that the user made, per answer. ``decode`` makes text of tokens.
-    ``new_parser`` makes the parser of an answer; it is None if answers are not parsed. ``num_dropped``: the tokens of the prompt
-    that its overflow rule left out.
-    """
+    """A checked request together with the details of the call that its reader needs."""
 
     request: EngineRequest
     call: GenerateCall
     encoded: float
+    """A ``time.perf_counter`` moment."""
     template_seconds: float | None = None
+    """The time that the chat template took, None without a template."""
     processors: UserProcessors = ()
+    """The logits processors that the user made, per answer."""
     decode: Callable[[list[int]], str] = no_text
+    """Makes text of tokens."""
     new_parser: Callable[[], AnswerParser] | None = None
+    """Makes the parser of an answer; it is None if answers are not parsed."""
     num_dropped: int = 0
+    """The tokens of the prompt that its overflow rule left out."""
 
     @property
     def options(self) -> GenerationOptions:

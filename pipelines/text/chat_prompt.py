@@ -23,17 +23,17 @@ _HALF_PAIRS = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class Prompt:
-    """The token ids of one prompt.
-
-    ``template_seconds`` is the time that the chat template took, None without a template; ``ending`` holds the last characters
-    of its text. ``tools`` are the functions that it shows, ``chat_template`` is the template that made it.
-    """
+    """The token ids of one prompt."""
 
     ids: list[int]
     template_seconds: float | None = None
+    """The time that the chat template took, None without a template."""
     ending: str = ""
+    """The last characters of its text."""
     tools: tuple[Mapping[str, Any], ...] = ()
+    """The functions that it shows."""
     chat_template: str = ""
+    """The template that made it."""
 
 
 def encode_text(tokenizer: genai.Tokenizer, text: str) -> Prompt:

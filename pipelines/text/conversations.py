@@ -24,9 +24,10 @@ class AnswerFormat(Protocol):
 
 
 class AnswerParser(Protocol):
-    """Parses one answer while it is written. ``has_called``: whether its only call has ended it."""
+    """Parses one answer while it is written."""
 
     has_called: bool
+    """Whether its only call has ended it."""
 
     def push(self, text: str) -> list[Event]:
         """Add a piece of the answer, and return the events that are certain now."""

@@ -252,7 +252,8 @@ class GenerationHandle:
     def stop(self, reason: FinishReason = FinishReason.CANCELLED, is_dropped: bool = False) -> None:
         """Cancel the request and take no more tokens; ``reason`` is that of the answer. If it has ended by itself, do nothing.
 
-        ``is_dropped``: a chat must forget the turn.
+        Args:
+            is_dropped: Whether a chat must forget the turn.
         """
         self._reader.stop(reason, is_dropped)
 

@@ -48,7 +48,7 @@ class InputProcessor:
         self._file_options = file_options
         self._generation_config = copy_config(generation_config)
         if adapters is not None:
-            self._generation_config.adapters = adapters.origin
+            self._generation_config.adapters = adapters.given
         self._has_draft_model = has_draft_model
         self._rng = random.Random(0)
 

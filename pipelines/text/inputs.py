@@ -47,7 +47,11 @@ def form_of(inputs: object) -> Form:
 
 
 def texts_of(inputs: Inputs, form: Form) -> Sequence[str]:
-    """Return the prompts of an input in text. ``form``: ``text`` or ``texts``."""
+    """Return the prompts of an input in text.
+
+    Args:
+        form: ``text`` or ``texts``.
+    """
     return [cast(str, inputs)] if form == "text" else cast(Sequence[str], inputs)
 
 

@@ -34,17 +34,15 @@ class CutToken:
 
 @dataclass(frozen=True)
 class TextDelta:
-    """One increment of an answer: confirmed tokens, the text that they add, and the events of that text if it is parsed.
-
-    ``logprobs`` has the log-probability of each token (as in ``Choice``); it is empty for the prompt (``echo``). ``cut``: the
-    token after them, if a stop string left a part of its text.
-    """
+    """One increment of an answer: confirmed tokens, the text that they add, and the events of that text if it is parsed."""
 
     tokens: list[int]
     text: str
     events: list[Event] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    """The log-probability of each token (as in ``Choice``); it is empty for the prompt (``echo``)."""
     cut: CutToken | None = None
+    """The token after them, if a stop string left a part of its text."""
 
     def __add__(self, other: TextDelta) -> TextDelta:
         return joined([self, other])
@@ -65,32 +63,34 @@ def joined(deltas: Sequence[TextDelta]) -> TextDelta:
 class RequestOutput:
     """One answer that has ended. Times are ``time.perf_counter`` moments, durations are seconds.
 
-    ``score`` is the sum of the tokens' log-probabilities (as in ``Choice``), for a beam divided by a power of its length.
-    ``is_dropped``: whether the streamer returned
-    ``StreamingStatus.CANCEL``, so that a chat does not keep this turn. ``echo`` holds the prompt's tokens if they are part of
-    the answer. ``token_times``, ``sampling_seconds`` and ``device_seconds`` have an entry per chosen token, also for those that
-    a stop string cut off; ``device_seconds`` is the time of the device calls since the token before, and ``own_seconds`` the part
-    of their sum by the answer's rows in each call. ``num_cached`` is the number of prompt tokens that the prefix cache had.
-    ``detokenization_seconds`` is None if nothing was decoded.
-    ``message`` has the parts of the text; None if it was not parsed. ``logprobs`` has the log-probability of each of ``tokens``
-    (as in ``Choice``).
+    ``token_times``, ``sampling_seconds`` and ``device_seconds`` have an entry per chosen token, also for those that a stop
+    string cut off.
     """
 
     tokens: list[int]
     text: str
     score: float
+    """The sum of the tokens' log-probabilities (as in ``Choice``), for a beam divided by a power of its length."""
     finish_reason: FinishReason
     is_dropped: bool
+    """Whether the streamer returned ``StreamingStatus.CANCEL``, so that a chat does not keep this turn."""
     echo: list[int]
+    """The prompt's tokens if they are part of the answer."""
     token_times: list[float]
     sampling_seconds: list[float]
     device_seconds: list[float]
+    """The time of the device calls since the token before."""
     num_cached: int
+    """The number of prompt tokens that the prefix cache had."""
     detokenization_seconds: float | None
+    """None if nothing was decoded."""
     metrics: PerfMetrics
     message: AssistantMessage | None = None
+    """The parts of the text; None if it was not parsed."""
     logprobs: list[float] = field(default_factory=list)
+    """The log-probability of each of ``tokens`` (as in ``Choice``)."""
     own_seconds: float = 0.0
+    """The part of the sum of ``device_seconds`` by the answer's rows in each call."""
 
 
 @dataclass(frozen=True)

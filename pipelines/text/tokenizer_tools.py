@@ -238,7 +238,11 @@ class TokenizerTools:
         self._tools = None
 
     def check_open(self) -> None:
-        """Check that ``close`` was not called. Raises ClosedError: it was. Each of the properties raises it, too."""
+        """Check that ``close`` was not called. Each of the properties does, too.
+
+        Raises:
+            ClosedError: it was.
+        """
         _ = self._open
 
     @property

@@ -22,19 +22,18 @@ MAX_ALPHA = 1e6
 
 @dataclass(frozen=True, eq=False)
 class AdapterSet:
-    """The adapters of a pipeline, each once, and the alphas of requests that name no adapters.
-
-    With ``is_fused`` they are folded into the weights with these alphas. ``origin``: the object that the user gave.
-    """
+    """The adapters of a pipeline, each once, and the alphas of requests that name no adapters."""
 
     adapters: tuple[LoraAdapter, ...]
     alphas: tuple[float, ...]
     is_fused: bool = False
-    origin: object = None
+    """Whether they are folded into the weights with these alphas."""
+    given: object = None
+    """The object that the user gave."""
 
     @classmethod
     def of(
-        cls, members: Iterable[tuple[LoraAdapter, float]], is_fused: bool = False, origin: object = None
+        cls, members: Iterable[tuple[LoraAdapter, float]], is_fused: bool = False, given: object = None
     ) -> AdapterSet:
         """Return the set of adapters with their alphas. Equal adapters count once, with the sum of their alphas."""
         adapters = dict[str, LoraAdapter]()
@@ -42,7 +41,7 @@ class AdapterSet:
         for adapter, alpha in members:
             adapters.setdefault(adapter.name, adapter)
             alphas[adapter.name] = alphas.get(adapter.name, 0.0) + alpha
-        return cls(tuple(adapters.values()), tuple(alphas.values()), is_fused, origin)
+        return cls(tuple(adapters.values()), tuple(alphas.values()), is_fused, given)
 
     @property
     def num_bytes(self) -> int:
@@ -84,7 +83,8 @@ class AdapterSet:
     def matrices(
         self, groups: Sequence[AdaptedGroup], adapter_type: AdapterType = "f32"
     ) -> dict[str, NDArray[np.float32] | NDArray[np.uint16]]:
-        """Return port → the matrices of all adapters, with the factors of their files, in the rows and columns of the groups.
+        """Return port → the matrices of all adapters, ``a [rank, in_size]`` and ``b [out_size, rank]``, with the factors of their
+        files.
 
         Those of the type ``bf16`` are the bits of its numbers as uint16.
         """

@@ -75,16 +75,16 @@ class LoraLayer:
 
 @dataclass(frozen=True, eq=False)
 class LoraAdapter:
-    """An adapter in memory. ``layers``: path of the module in the original model → its change.
-
-    ``name`` is a digest of the numbers: two adapters of the same name are the same. ``file`` names the file in errors.
-    ``path`` is the file or directory that was given, absolute; None for bytes.
-    """
+    """An adapter in memory."""
 
     name: str
+    """A digest of the numbers: two adapters of the same name are the same."""
     layers: Mapping[str, LoraLayer]
+    """Path of the module in the original model → its change."""
     file: str
+    """Names the file in errors."""
     path: Path | None = None
+    """The file or directory that was given, absolute; None for bytes."""
 
     @property
     def num_bytes(self) -> int:

@@ -49,9 +49,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """The tensors of a file, by name. ``name`` names the file in errors."""
+    """The tensors of a file, by name."""
 
     name: str
+    """Names the file in errors."""
     tensors: dict[str, Tensor]
 
     def take(self, name: str) -> Tensor:

@@ -150,7 +150,11 @@ class Client:
         raise AssertionError("unreachable")
 
     def connect(self) -> int:
-        """Connect if there is no connection, and return the epoch. Raises ``UnavailableError``."""
+        """Connect if there is no connection, and return the epoch.
+
+        Raises:
+            UnavailableError: no daemon can be reached, or it refused.
+        """
         with self._held():
             self._connected()
             return self.epoch
@@ -167,7 +171,11 @@ class Client:
         self._release_all()
 
     def has_died(self, epoch: int) -> None:
-        """Count the end of the daemon of an epoch. The second within a minute raises ``UnavailableError``."""
+        """Count the end of the daemon of an epoch.
+
+        Raises:
+            UnavailableError: it is the second within a minute.
+        """
         if epoch <= self._dead_epoch:
             return
         self._dead_epoch = epoch

@@ -36,7 +36,11 @@ class NativeError(Exception):
 
 
 def check_caller(settings: Settings) -> None:
-    """Check that this call may be taken at all. Raises ``NativeError``."""
+    """Check that this call may be taken at all.
+
+    Raises:
+        NativeError: attaching is off, or staticllm itself calls.
+    """
     if settings.mode == "off" or os.environ.get("STATICLLM_ATTACH") == "off":
         raise NativeError("STATICLLM_ATTACH=off", is_silent=True)
     frame: Any = sys._getframe(2)
@@ -48,7 +52,11 @@ def check_caller(settings: Settings) -> None:
 
 
 def check_device(device: str, available: list[str], settings: Settings) -> None:
-    """Check that all devices that a device name can mean go to the daemon. Raises ``NativeError``."""
+    """Check that all devices that a device name can mean go to the daemon.
+
+    Raises:
+        NativeError: one is not among ``STATICLLM_ATTACH_DEVICES``.
+    """
     if not settings.devices:
         return
     kind, _, listed = device.upper().partition(":")
@@ -60,7 +68,11 @@ def check_device(device: str, available: list[str], settings: Settings) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Check that the daemon and the placeholder can have a model. Raises ``NativeError``."""
+    """Check that the daemon and the placeholder can have a model.
+
+    Raises:
+        NativeError: a port or a custom operation is unknown to them.
+    """
     try:
         check_ports(model)
     except PortError as error:
@@ -72,7 +84,11 @@ def check_model(model: Any) -> None:
 
 
 def plain_config(config: dict[str, Any]) -> dict[str, str | int | float | bool]:
-    """Return the properties of a compilation as values of JSON. Raises ``NativeError``."""
+    """Return the properties of a compilation as values of JSON.
+
+    Raises:
+        NativeError: a value cannot be sent, or there are too many.
+    """
     plain = {}
     for name, value in config.items():
         if name in IGNORED:

@@ -85,14 +85,12 @@ def _base_of(native: Any, settings: Settings) -> Any:
 
 
 class AttachedType(type):
-    """The class of a pipeline: a call returns one of the daemon, or the native one if the daemon does not take it.
-
-    ``ours`` is the name of our class. A class that derives from it derives from the native one instead, so that it has its own
-    methods.
-    """
+    """The class of a pipeline: a call returns one of the daemon, or the native one if the daemon does not take it."""
 
     native: Any
     ours: str
+    """The name of our class. A class that derives from it derives from the native one instead, so that it has its own
+    methods."""
     base: Any
     settings: Settings
 

@@ -38,7 +38,12 @@ def watch() -> None:
 
 
 def install() -> None:
-    """Attach this program. A second call does nothing. Raises ``ImportError`` and ``SettingsError``."""
+    """Attach this program. A second call does nothing.
+
+    Raises:
+        ImportError: OpenVINO cannot be imported.
+        SettingsError: a setting has an impossible value.
+    """
     settings = read_settings()
     if settings.mode == "off":
         return

@@ -53,7 +53,12 @@ class DaemonRequest:
         self.is_closed = True
 
     def start(self, inputs: dict[int, Array]) -> None:
-        """Send a call. Raises ``RefusedError`` and ``DaemonGoneError``."""
+        """Send a call.
+
+        Raises:
+            RefusedError: the daemon refused it.
+            DaemonGoneError: the daemon has ended.
+        """
         self._number += 1
         message = Message(Kind.INFER, 1, self._number, body={"wanted": "last"} if wants_last() else {})
         self._send(message, list(inputs.values()), list(inputs))

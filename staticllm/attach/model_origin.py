@@ -24,16 +24,14 @@ _numbers = count(1)
 
 @dataclass(frozen=True)
 class FileOrigin:
-    """The files from which ``Core.read_model`` made a model, their state then, and a digest of the model.
-
-    ``is_mapped``: the weights are the file's own memory, which cannot be written.
-    """
+    """The files from which ``Core.read_model`` made a model, their state then, and a digest of the model."""
 
     xml: Path
     weights: Path
     stamps: tuple[Stamp, ...]
     digest: str
     is_mapped: bool
+    """Whether the weights are the file's own memory, which cannot be written."""
 
     def is_unchanged(self) -> bool:
         """Return whether the files are still those that were read."""

@@ -24,7 +24,11 @@ class PortError(ValueError):
 
 
 def check_ports(model: Any) -> None:
-    """Check that a model can have a placeholder. Raises ``PortError``."""
+    """Check that a model can have a placeholder.
+
+    Raises:
+        PortError: it has no inputs, or a port of an unknown type or rank.
+    """
     if not model.inputs:
         raise PortError("the model has no inputs")
     for port in (*model.inputs, *model.outputs):

@@ -131,7 +131,11 @@ class CallState:
         self.has_run = True
 
     def take_result(self) -> list[Array]:
-        """Wait for the end of the running call, and return its outputs. Raises ``Exception`` if the call failed."""
+        """Wait for the end of the running call, and return its outputs.
+
+        Raises:
+            Exception: the call failed.
+        """
         try:
             result = self._remote.finish()
         except BaseException as error:
@@ -268,7 +272,11 @@ class AttachedInferRequest(InferRequest):  # type: ignore[misc]
                 self._completions.put(self._complete)
 
     def wait(self) -> None:
-        """Wait for the end of the call. Raises ``RuntimeError``."""
+        """Wait for the end of the call.
+
+        Raises:
+            RuntimeError: the call failed.
+        """
         if self._completions is not None and not self._completions.is_current_thread():
             self._completions.join(None)
         with self._lock:

@@ -92,7 +92,11 @@ class RemoteModel:
         return DaemonRequest(channel, handle, epoch)
 
     def open_native(self, reason: str) -> NativeRequest:
-        """Return an infer request that runs natively in the program. Raises ``UnavailableError``."""
+        """Return an infer request that runs natively in the program.
+
+        Raises:
+            UnavailableError: the daemon is required.
+        """
         if self._client.settings.mode == "require":
             raise UnavailableError(f"{reason} (STATICLLM_ATTACH=require)")
         say_once(f"{reason}: the model {self._origin.name} goes on natively in this program")
@@ -106,7 +110,11 @@ class RemoteModel:
             return self._native
 
     def has_died(self, epoch: int) -> None:
-        """Count the end of the daemon of an epoch. The second within a minute raises ``UnavailableError``."""
+        """Count the end of the daemon of an epoch.
+
+        Raises:
+            UnavailableError: it is the second within a minute.
+        """
         self._client.has_died(epoch)
 
     def get_property(self, name: str) -> Any:
@@ -179,7 +187,11 @@ class MovableRequest:
         return self._model
 
     def start(self, inputs: dict[int, Array]) -> None:
-        """Start a call; the arrays must not change before ``finish``. Raises ``RuntimeError``."""
+        """Start a call; the arrays must not change before ``finish``.
+
+        Raises:
+            RuntimeError: the call cannot be started.
+        """
         if self._pending is not None:  # interrupted by Ctrl-C
             self._commit()
             self._close_place()

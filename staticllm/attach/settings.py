@@ -19,23 +19,20 @@ class SettingsError(RuntimeError):
 
 @dataclass(frozen=True)
 class Settings:
-    """What an attached program may do.
-
-    Attributes:
-        mode: ``auto`` runs natively what the daemon does not take, ``require`` raises, ``off`` leaves OpenVINO alone.
-        devices: Devices whose models go to the daemon, in upper case; empty for all.
-        priority: From -100 to 100; a higher one goes first.
-        is_exact: Models run as they are, without packing.
-        daemon_command: The command that starts the daemon; empty if it is not known.
-        wait_seconds: Seconds in which a daemon that was started must answer.
-    """
+    """What an attached program may do."""
 
     mode: str = "auto"
+    """``auto`` runs natively what the daemon does not take, ``require`` raises, ``off`` leaves OpenVINO alone."""
     devices: frozenset[str] = frozenset()
+    """Devices whose models go to the daemon, in upper case; empty for all."""
     priority: int = 0
+    """From -100 to 100; a higher one goes first."""
     is_exact: bool = False
+    """Models run as they are, without packing."""
     daemon_command: tuple[str, ...] = ()
+    """The command that starts the daemon; empty if it is not known."""
     wait_seconds: float = WAIT_SECONDS
+    """Seconds in which a daemon that was started must answer."""
 
 
 def read_settings() -> Settings:

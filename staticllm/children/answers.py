@@ -24,7 +24,11 @@ def refused(error: BaseException) -> Message:
 
 
 def check(answer: Message) -> None:
-    """Raise the ``StaticLLMError`` that an answer reports."""
+    """Check that an answer reports no error.
+
+    Raises:
+        StaticLLMError: the error that it reports, or the answer is damaged.
+    """
     try:
         error = error_of(answer)
     except ValueError as damaged:
@@ -33,15 +37,15 @@ def check(answer: Message) -> None:
         raise error
 
 
-def error_of(answer: Message, origin: str = "") -> StaticLLMError | None:
-    """Return the error that an answer reports, with ``origin`` before its text; None for a result.
+def error_of(answer: Message, prefix: str = "") -> StaticLLMError | None:
+    """Return the error that an answer reports, with ``prefix`` before its text; None for a result.
 
     Raises:
         ValueError: the error is damaged.
     """
     if answer.kind is Kind.REFUSED and "type" not in answer.body:  # a daemon of another protocol says only the reason
         return StaticLLMError(str(answer.body.get("reason", "the daemon refused"))[:MAX_SENT])
-    return from_wire(answer.body, origin) if answer.kind in (Kind.REFUSED, Kind.FAILED) else None
+    return from_wire(answer.body, prefix) if answer.kind in (Kind.REFUSED, Kind.FAILED) else None
 
 
 def answer_all(

@@ -22,16 +22,16 @@ Write = Callable[[str], bool]
 
 @dataclass(frozen=True)
 class SamplingFlag:
-    """A flag of ``staticllm run``: its ``name`` with underscores, its type and help, and what ``generate`` and servers call it.
-
-    ``option`` is the keyword of ``generate``, and ``field`` that of a request to a server.
-    """
+    """A flag of ``staticllm run``."""
 
     name: str
+    """With underscores."""
     kind: Any
     help: str
     option: str
+    """The keyword of ``generate``."""
     field: str
+    """The field of a request to a server."""
 
 
 SAMPLING = (
@@ -54,11 +54,12 @@ sampling_options = options_of(*(value(f"--{row.name.replace('_', '-')}", row.kin
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer with its tokens and times. ``figures`` are further keys of the JSON, times in ms; None for unknown ones."""
+    """An answer with its tokens and times."""
 
     text: str
     finish_reason: str | None
     figures: Mapping[str, Any]
+    """Further keys of the JSON, times in ms; None for unknown ones."""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the object that ``staticllm run --json`` prints."""

@@ -55,11 +55,12 @@ class Test:
     """One test with ``clients`` concurrent requests, each with ``prompt`` prompt tokens and ``new`` generated tokens.
 
     ``pp512`` is a prompt of 512 tokens; ``tg128`` generates 128 tokens after a short prompt, ``tg128 @ d512`` after 512 tokens;
-    ``c8`` runs eight requests with 64 prompt and 64 new tokens. ``flag`` is the command-line option of the test.
+    ``c8`` runs eight requests with 64 prompt and 64 new tokens.
     """
 
     name: str
     flag: str
+    """The command-line option of the test."""
     prompt: int
     new: int
     clients: int = 1
@@ -67,18 +68,18 @@ class Test:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the report: mean and standard deviation of tokens per second, and the mean ``ms``.
-
-    ``ms`` is the time to the first token for a prompt, else the time per token.
-    """
+    """One line of the report."""
 
     model: str
     device: str
     programs: str
     test: str
     tokens_per_second: float
+    """The mean."""
     std: float
+    """The standard deviation of tokens per second."""
     ms: float
+    """The mean time to the first token for a prompt, else per token."""
     repetitions: int
 
     @property
@@ -130,7 +131,7 @@ def loaded(model: str, options: dict[str, Any], shown: Progress, **properties: A
 
 
 def report_costs(model: str, options: dict[str, Any]) -> Report:
-    """Load a model, let its engine rest until it has measured costs, and compare planned with timed costs."""
+    """Load a model, let its engine be idle until it has measured costs, and compare planned with timed costs."""
     with progress("loading") as shown, loaded(model, options, shown) as pipe:
         from staticllm.pipelines.diagnostics.costs import compare_costs, wait_for_costs
 

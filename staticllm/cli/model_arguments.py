@@ -22,11 +22,12 @@ AS_PROMPT = "if it is a prompt, pipe it into the command, or give it after -m MO
 
 @dataclass(frozen=True)
 class ModelAndPrompt:
-    """The arguments of ``staticllm run``; None for what was not given. ``hint`` is for a model that is not there."""
+    """The arguments of ``staticllm run``; None for what was not given."""
 
     model: str | None
     prompt: str | None
     hint: str = ""
+    """For a model that is not there."""
 
 
 def model_and_prompt(
@@ -34,7 +35,8 @@ def model_and_prompt(
 ) -> ModelAndPrompt:
     """Return what ``[MODEL] [PROMPT]`` are. ``named`` is the model that ``-m`` gives; then the argument is the prompt.
 
-    ``answering``: what answers without a model.
+    Args:
+        answering: What answers without a model.
 
     Raises:
         UsageError: there are too many arguments, the model is given twice, or a single word looks like the name of a model.
@@ -71,7 +73,10 @@ def model_directory(path: str | None, hint: str = "", takes_parts: bool = False)
 
     A name on Hugging Face is downloaded if it is not in the cache.
 
-    ``takes_parts``: a model in several graphs is one too. ``hint`` is added to the message about a path that does not exist.
+    ``hint`` is added to the message about a path that does not exist.
+
+    Args:
+        takes_parts: Whether a model in several graphs is one too.
 
     Raises:
         ModelError: there is no OpenVINO model; the message says what is there and which command helps.

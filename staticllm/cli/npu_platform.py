@@ -28,7 +28,12 @@ def platform_options(command: F) -> F:
 
 
 def check_platform(platform: str | None, device: str, is_verified: bool = False) -> None:
-    """Check that the options fit together. Raises ``ConfigError`` and ``UsageError``."""
+    """Check that the options fit together.
+
+    Raises:
+        ConfigError: the device is no NPU, or the set would be run here.
+        UsageError: an option of ``--platform`` stands without it.
+    """
     if platform is None:
         refuse(("compiler",), "is for --platform")
         return

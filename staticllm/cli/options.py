@@ -62,7 +62,10 @@ def flag(names: str, text: str) -> Callable[[Command], Command]:
 def refuse(names: Iterable[str], because: str) -> None:
     """Check that none of these options of the current command was given, by their names with underscores.
 
-    Raises ``UsageError`` (one was, and would be ignored). ``because`` follows its flag, and says what it goes with.
+    ``because`` follows the flag of one that was, and says what it goes with.
+
+    Raises:
+        UsageError: one was, and would be ignored.
     """
     context = click.get_current_context()
     for parameter in context.command.params:
@@ -183,7 +186,10 @@ def read_properties(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_properties(found: Mapping[str, Any], flags: Mapping[str, str], pairs: list[tuple[str, str]]) -> dict[str, Any]:
-    """Return the properties of flags and of ``-p`` options. ``flags``: the property of each flag, with underscores.
+    """Return the properties of flags and of ``-p`` options.
+
+    Args:
+        flags: The property of each flag, with underscores.
 
     Raises:
         UsageError: one of them is given by its flag and by ``-p``, of which one would be ignored.

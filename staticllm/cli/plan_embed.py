@@ -135,11 +135,12 @@ def _plan(options: dict[str, Any], as_json: bool) -> None:
 
 @dataclass(frozen=True)
 class _Device:
-    """A device by its queue depth within the limit. ``sustained_rate`` needs its line, which ``--depths`` does not give."""
+    """A device by its queue depth within the limit."""
 
     depth: int
     limit_s: float
     sustained_rate: float | None = None
+    """Needs its line, which ``--depths`` does not give."""
 
     @property
     def lockstep_rate(self) -> float:

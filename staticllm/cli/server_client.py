@@ -29,9 +29,10 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 class ServerError(StaticLLMError):
-    """A server that is not there, or that refused a request; ``status`` is 0 without an answer."""
+    """A server that is not there, or that refused a request."""
 
     status: int
+    """0 without an answer."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)

@@ -49,7 +49,7 @@ class Transcribed:
 @value(
     "--parallel-windows",
     click.IntRange(min=1),
-    "Cut each recording at silences, and hear this many of its windows together.  [one after another]",
+    "Cut each recording at silences, and transcribe this many of its windows together.  [one after another]",
 )
 @value("--device", None, DEVICE_HELP, "CPU")
 @property_option
@@ -71,7 +71,7 @@ class Transcribed:
 def transcribe(files: tuple[str, ...], model: str, **options: Any) -> None:
     """Write what is said in each FILE: a recording or a film in any usual format.
 
-    Several files are heard at the same time, and written in their order. The model is Whisper, exported by optimum-cli
+    Several files are transcribed at the same time, and written in their order. The model is Whisper, exported by optimum-cli
     for automatic-speech-recognition-with-past.
     """
     paths = [Path(file) for file in files]
@@ -154,7 +154,7 @@ class Transcriptions:
         self._shown = shown
         self._cancellation = Cancellation()
         self._lock = threading.Lock()
-        self._heard: dict[int, float] = {}  # seconds of each recording that are transcribed
+        self._transcribed: dict[int, float] = {}  # seconds of each recording that are transcribed
         self._lengths: dict[int, float] = {}
 
     def run(self, paths: list[Path]) -> Iterator[Transcribed]:
@@ -195,11 +195,11 @@ class Transcriptions:
         with self._cancellation.ending(handle.cancel):
             return Transcribed(path, max(0.0, start + seconds), later(handle.result(), start))
 
-    def _tell(self, index: int, heard: float, seconds: float) -> None:
+    def _tell(self, index: int, transcribed: float, seconds: float) -> None:
         with self._lock:
-            self._heard[index] = heard
+            self._transcribed[index] = transcribed
             self._lengths[index] = seconds
-            done = sum(self._heard.values())
+            done = sum(self._transcribed.values())
             total = sum(self._lengths.values())
         self._shown.show("transcribing, s of sound", int(done), max(2, int(total)))
 

@@ -92,7 +92,7 @@ class NpyFile:
         self._width = 0
 
     def write(self, entries: Sequence[TextEntry], vectors: NDArray[np.float32]) -> None:
-        """Write the vectors; the texts are not kept."""
+        """Write the vectors ``[n, width]``; the texts are not kept."""
         del entries
         if not self._num_rows:
             self._width = vectors.shape[1]

@@ -44,7 +44,7 @@ class Hello(Struct):
 
 
 class Model(Struct):
-    """An IR: its ``path``, or that of its copy for the daemon, ``spool``. ``stamp``: sizes and times of change of its files."""
+    """An IR: its ``path``, or that of its copy for the daemon, ``spool``."""
 
     mode: Literal["auto", "exact"]
     device: Name
@@ -52,6 +52,7 @@ class Model(Struct):
     spool: Text | None = None
     weights: Text | None = None
     stamp: list[list[int]] | None = None
+    """Sizes and times of change of its files."""
     config: Properties = {}
 
 
@@ -88,13 +89,14 @@ class Speech(Struct):
 
 
 class Language(Struct):
-    """A model directory with an engine. ``speech``: of a speech model."""
+    """A model directory with an engine."""
 
     directory: Text
     candidates: Annotated[list[AskedCandidate], Meta(min_length=1, max_length=8)]
     adapters: Adapters | None = None
     draft: AskedDraft | None = None
     speech: Speech | None = None
+    """What a speech model has besides; None for others."""
 
 
 class Property(Struct):
@@ -124,12 +126,14 @@ class Submit(Struct):
 
 
 class Encode(Struct):
-    """Bands of a window, from ``first`` on. ``window``: the client's number of it; ``released``: those of windows that ended."""
+    """Bands of a window, from ``first`` on."""
 
     window: WindowNumber
+    """The client's number of the window."""
     first: SmallNumber
     priority: RequestPriority = 0
     released: Annotated[list[WindowNumber], Meta(max_length=64)] = []
+    """The numbers of windows that ended."""
 
 
 class Align(Struct):
@@ -155,11 +159,12 @@ class Cancel(Struct):
 
 
 class Snapshot(Struct):
-    """A file, and what its writer and its readers share. ``key`` is hexadecimal."""
+    """A file, and what its writer and its readers share."""
 
     action: Name
     path: Text
     key: Text
+    """Hexadecimal."""
     identity: dict[str, str]
     tokens: list[int]
     adapters: list[float] = []

@@ -25,7 +25,10 @@ class InferRequest(Protocol):
     """An infer request of one client. One thread at a time may call; any may call ``set_priority`` and ``cancel``."""
 
     def call(self, inputs: Mapping[int, Array], priority: int, wants_last: bool) -> CallResult:
-        """Run a call on ``inputs`` by index. ``wants_last``: the client reads only the logits after the last token.
+        """Run a call on ``inputs`` by index.
+
+        Args:
+            wants_last: Whether the client reads only the logits after the last token.
 
         Raises:
             RuntimeError: OpenVINO refused the inputs.
@@ -43,7 +46,11 @@ class InferRequest(Protocol):
     def state_names(self) -> list[str]: ...
 
     def get_state(self, index: int) -> Array:
-        """Return the value of a state. Raises ``IndexError`` for unknown ones, as do the methods below."""
+        """Return the value of a state.
+
+        Raises:
+            IndexError: there is no such state; the methods below raise it, too.
+        """
         ...
 
     def set_state(self, index: int, values: Array) -> None:
@@ -55,7 +62,11 @@ class InferRequest(Protocol):
         ...
 
     def write_state(self, index: int, values: Array) -> None:
-        """Write values into the tensor of a state. Raises ``PromptError`` as ``set_state`` does."""
+        """Write values into the tensor of a state.
+
+        Raises:
+            PromptError: as for ``set_state``.
+        """
         ...
 
     def reset_state(self, index: int) -> None:

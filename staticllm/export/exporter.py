@@ -40,33 +40,30 @@ _CONFIG_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What is exported, and how; what is None is chosen for the ``device`` and the model (``weights_for``).
-
-    ``source`` is a folder, or a name on the hub (``owner/name``). ``task`` is one of ``TASKS``.
-    """
+    """What is exported, and how; what is None is chosen for the ``device`` and the model (``weights_for``)."""
 
     source: str
+    """A folder, or a name on the hub (``owner/name``)."""
     target: Path
     device: str = "NPU"
     weights: WeightType | None = None
     group_size: int | None = None
     is_symmetric: bool | None = None
     task: str | None = None
+    """One of ``TASKS``."""
     trusts_remote_code: bool = False
 
 
 @dataclass(frozen=True)
 class Exported:
-    """A model directory that was written: its weights and its bytes.
-
-    ``difference``: which text its tokenizer reads in another way than the original, in a line; "" if none is known.
-    """
+    """A model directory that was written: its weights and its bytes."""
 
     directory: Path
     weights: WeightFormat
     is_decoder: bool
     num_bytes: int
     difference: str = ""
+    """Which text its tokenizer reads in another way than the original, in a line; "" if none is known."""
 
 
 def check_request(request: ExportRequest) -> None:

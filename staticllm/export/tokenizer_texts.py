@@ -30,7 +30,11 @@ _AROUND = ("a {0} b", "x{0}{0}\n\n", "{0}\nHi {0}")
 
 
 def sample_texts(added: Sequence[str] = ()) -> list[str]:
-    """Return the texts: always the same. ``added``: tokens that are found before a text is split, of which some are used."""
+    """Return the texts: always the same.
+
+    Args:
+        added: Tokens that are found before a text is split, of which some are used.
+    """
     chance = random.Random(20)
     found = ("".join(chance.choice(_PARTS) for _ in range(chance.randint(1, 30))) for _ in range(NUM_RANDOM))
     marked = [each.format(token) for token in added[:_MOST_ADDED] for each in _AROUND]

@@ -17,7 +17,7 @@ DEVICES = ("NPU", "CPU", "GPU")
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """The type of the weights. ``group_size``: weights that share a scale; -1 for those of a channel.
+    """The type of the weights.
 
     With 4 bits, embeddings and the head have 8, symmetric like the others or not. If a group size does not divide the rows of a
     matrix, the largest smaller one that does is taken.
@@ -25,6 +25,7 @@ class WeightFormat:
 
     kind: WeightType
     group_size: int = BY_CHANNEL
+    """Weights that share a scale; -1 for those of a channel."""
     is_symmetric: bool = False
 
     @property

@@ -134,10 +134,12 @@ def _cache_errors(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _FileState:
-    """A file as it is now. ``name``: made of its path and its stamp; ``changed``: when it was changed last, ns."""
+    """A file as it is now."""
 
     name: str
+    """Made of the path and the stamp of the file."""
     changed: int
+    """When the file was changed last, ns."""
 
 
 def _state_of(path: Path) -> _FileState:

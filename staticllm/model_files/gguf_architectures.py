@@ -32,30 +32,31 @@ _PLAIN = LayerTensors()
 
 @dataclass(frozen=True)
 class GGUFArchitecture:
-    """How a file of an architecture is computed, beyond what its keys say.
-
-    ``windows``: which layers see ``attention.sliding_window`` tokens; of ``period`` layers all but the last, if ``periodic``.
-    ``window_base``: the base of the rotation in layers with windows, which then is not scaled, if the file does not say it.
-    ``period_unrotated``: every layer of this number is not rotated. ``normed_after_rotation``: queries and keys are. ``keys``:
-    those that the reader applies beside those that all have. ``divides_logits``: ``logit_scale`` divides, and the reader
-    multiplies. ``deep``: the number of layers of the one size whose attention is scaled by the embedding's part of a head.
-    ``layers``: the tensors of its layers. ``needs``: keys without which other programs guess.
-    ``split``: how texts are split before pairs of bytes are merged, if all vocabularies of the architecture are split in one way.
-    ``strips_markers``: in vocabularies with scores, spaces behind markers of turns are no text, which no key says.
-    """
+    """How a file of an architecture is computed, beyond what its keys say."""
 
     windows: Windows = "none"
+    """Which layers see ``attention.sliding_window`` tokens; of ``period`` layers all but the last, if ``periodic``."""
     period: int = 0
     window_base: float | None = None
+    """The base of the rotation in layers with windows, which then is not scaled, if the file does not say it."""
     period_unrotated: int = 0
+    """Every layer of this number is not rotated."""
     normed_after_rotation: bool = False
+    """Whether queries and keys are normed after they are rotated."""
     divides_logits: bool = False
+    """Whether ``logit_scale`` divides, and the reader multiplies."""
     deep: int = 0
+    """The number of layers of the one size whose attention is scaled by the embedding's part of a head."""
     keys: frozenset[str] = frozenset()
+    """The keys that the reader applies beside those that all have."""
     needs: frozenset[str] = frozenset()
+    """Keys without which other programs guess."""
     layers: LayerTensors = _PLAIN
+    """The tensors of its layers."""
     split: str = ""
+    """How texts are split before pairs of bytes are merged, if all vocabularies of the architecture are split in one way."""
     strips_markers: bool = False
+    """Whether spaces behind markers of turns are no text in vocabularies with scores, which no key says."""
 
 
 _MULTIPLIERS = frozenset(("embedding_scale", "residual_scale", "logit_scale"))

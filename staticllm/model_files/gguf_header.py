@@ -59,12 +59,14 @@ _FILE_TYPES = {
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor of a file. ``shape`` begins with the axis that changes fastest; ``offset`` counts from the file's first byte."""
+    """A tensor of a file."""
 
     name: str
     shape: tuple[int, ...]
+    """Begins with the axis that changes fastest."""
     kind: str
     offset: int
+    """Counts from the file's first byte."""
     num_bytes: int
 
 

@@ -43,17 +43,16 @@ _LISTED = 3
 
 @dataclass(frozen=True)
 class LayerTensors:
-    """What the layers of an architecture have beside what all have.
-
-    ``is_fused``: gate and inner rows are one matrix. ``has_biases``: queries, keys and values have them; otherwise they may have.
-    ``may_bias_inner``: the feed-forward layers may have biases.
-    """
+    """What the layers of an architecture have beside what all have."""
 
     is_fused: bool = False
+    """Whether gate and inner rows are one matrix."""
     has_biases: bool = False
+    """Whether queries, keys and values have biases; otherwise they may have."""
     has_head_norms: bool = False
     has_post_norms: bool = False
     may_bias_inner: bool = True
+    """Whether the feed-forward layers may have biases."""
 
     def shapes(self, found: set[str]) -> _Shapes:
         """Return the tensors of a layer, where ``found`` are the names that any layer has.

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PulledModel:
-    """A model in the cache: its folder or GGUF file, its kind, bytes on disk, and when it was last read (seconds since 1970).
-
-    ``commit``: of its revision. ``is_alone``: whether it is all that its revision has.
-    """
+    """A model in the cache: its folder or GGUF file, its kind, bytes on disk, and when it was last read (seconds since 1970)."""
 
     name: HubName
     path: Path
@@ -33,7 +30,9 @@ class PulledModel:
     num_bytes: int
     used: float
     commit: str
+    """The commit of its revision."""
     is_alone: bool
+    """Whether it is all that its revision has."""
 
 
 def pulled_models() -> list[PulledModel]:

@@ -32,25 +32,24 @@ _MOST_SHOWN = 12
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file of a repository: its path, its bytes, and the digest that the hub names.
-
-    ``digest`` is a SHA-256 in hexadecimal if ``is_large`` (the file is kept outside git), else git's SHA-1 of a blob.
-    """
+    """A file of a repository: its path, its bytes, and the digest that the hub names."""
 
     name: str
     size: int
     digest: str
+    """A SHA-256 in hexadecimal if ``is_large`` (the file is kept outside git), else git's SHA-1 of a blob."""
     is_large: bool
 
 
 @dataclass(frozen=True)
 class Repository:
-    """What a repository holds at one commit. ``config``: the text of its ``config.json``; empty if it is not known."""
+    """What a repository holds at one commit."""
 
     name: HubName
     commit: str
     files: tuple[HubFile, ...]
     config: bytes = b""
+    """The text of its ``config.json``; empty if it is not known."""
 
 
 def files_of_model(repository: Repository) -> tuple[HubFile, ...]:

@@ -24,16 +24,15 @@ _MOST_CHARS = 1024
 
 @dataclass(frozen=True)
 class HubName:
-    """A name of a model on Hugging Face. ``quant`` and ``file`` choose a file of a GGUF repository; empty for none.
-
-    ``is_prefixed``: whether it was written with ``hf.co/``, so that it cannot be a path.
-    """
+    """A name of a model on Hugging Face."""
 
     repo: str
     revision: str = ""
     quant: str = ""
+    """Chooses a file of a GGUF repository, as ``file`` does; empty for none."""
     file: str = ""
     is_prefixed: bool = False
+    """Whether it was written with ``hf.co/``, so that it cannot be a path."""
 
     def __str__(self) -> str:
         file = f"/{self.file}" if self.file else ""

@@ -41,9 +41,7 @@ _SPLIT = re.compile(r"-00001-of-\d+")
 class ModelPath:
     """What a path holds, in which ``directory``, by which names (``found``), and the ``task`` of an export, if one helps.
 
-    A model that is a single file, which is converted when it is loaded, stands for its directory. ``title``: what a model is
-    called whose folder has another name. ``note``: which one of several is meant, if its name says less; ``is_guess``: whether it
-    can mean another one when more of its repository is here.
+    A model that is a single file, which is converted when it is loaded, stands for its directory.
     """
 
     path: Path
@@ -52,8 +50,11 @@ class ModelPath:
     found: str = ""
     task: str = "text-generation-with-past"
     title: str = ""
+    """What a model is called whose folder has another name."""
     note: str = ""
+    """Which one of several is meant, if its name says less."""
     is_guess: bool = False
+    """Whether it can mean another one when more of its repository is here."""
 
     @property
     def is_loadable(self) -> bool:

@@ -13,16 +13,18 @@ _MADE_FROM = f"export the model that it was made from: {EXPORT_ORIGINAL}"
 
 @dataclass(frozen=True)
 class PathKind:
-    """One kind of path. ``what`` is a predicate (``holds a GGUF model``), ``remedy`` the one command or step that helps.
+    """One kind of path.
 
-    Both may name ``{model}`` (the path, quoted for a shell), ``{out}`` (a folder for what a command writes), ``{task}`` (of
-    an export) and ``{found}`` (the names that decided). Only ``OPENVINO`` and ``GGUF`` can be loaded, and models in parts
+    Both texts may name ``{model}`` (the path, quoted for a shell), ``{out}`` (a folder for what a command writes), ``{task}``
+    (of an export) and ``{found}`` (the names that decided). Only ``OPENVINO`` and ``GGUF`` can be loaded, and models in parts
     (``has_parts``) by what is for the kind of this ``name``.
     """
 
     name: str
     what: str
+    """A predicate (``holds a GGUF model``)"""
     remedy: str = ""
+    """The one command or step that helps."""
     has_parts: bool = False
 
 

@@ -125,7 +125,9 @@ def attended(
     If the thread leaves, ``on_leave`` may hasten the end of the call, and ``drop`` gets a result that comes nevertheless. A
     thread that has nothing to look at and gets no signals runs the call itself.
 
-    Raises what the call raises, and ``ClosedError`` (the result is no longer wanted, or the interpreter ends).
+    Raises:
+        ClosedError: the result is no longer wanted, or the interpreter ends.
+        Exception: what the call raises.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main and not _looks():
@@ -142,7 +144,10 @@ def attended_each(
 ) -> Generator[Result, None, None]:
     """Run long calls, ``num_parallel`` at a time, and yield their results in their order.
 
-    A caller that does not take all of them leaves the others. Raises as ``attended``.
+    A caller that does not take all of them leaves the others.
+
+    Raises:
+        Exception: as for ``attended``.
     """
     checkpoint()
     waiting = [_LongCall(call, drop) for call in reversed(calls)]
@@ -170,7 +175,8 @@ def attended_each(
 def wait_for_left() -> None:
     """Wait until no call runs that was left: pipelines that are opened and closed in turn leave no more than one each.
 
-    Raises as ``checkpoint``.
+    Raises:
+        ClosedError: as for ``checkpoint``.
     """
     while any(call.is_left for call in tuple(_running)):
         checkpoint()

@@ -117,7 +117,11 @@ class ThreadPool(ThreadPoolExecutor):
     """Threads that run functions. ``submit`` and ``map`` raise as ``start_thread`` does, if no thread can be started."""
 
     def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
-        """Run a function on one of the threads. Raises ``StaticLLMError``."""
+        """Run a function on one of the threads.
+
+        Raises:
+            StaticLLMError: the system has no more threads.
+        """
         try:
             return super().submit(fn, *args, **kwargs)
         except RuntimeError as error:
@@ -261,7 +265,11 @@ def owned_device() -> Iterator[None]:
 
 
 def check_may_wait() -> None:
-    """Check that the calling thread may wait for a device, so is not a device's own. Raises ``StaticLLMError``."""
+    """Check that the calling thread may wait for a device, so is not a device's own.
+
+    Raises:
+        StaticLLMError: it is.
+    """
     if getattr(_here, "owns_device", False):
         raise StaticLLMError(
             f"the thread {threading.current_thread().name!r} runs the calls of a device and would wait for itself, or let all "
@@ -315,7 +323,11 @@ def _wait_for_closing() -> None:
 
 
 def check_process(pid: int) -> None:
-    """Check that this is the process ``pid``, not its forked child. Raises ``ClosedError``."""
+    """Check that this is the process ``pid``, not its forked child.
+
+    Raises:
+        ClosedError: it is a child.
+    """
     if os.getpid() != pid:
         raise ClosedError(
             f"the pipeline was loaded in process {pid} and this is a forked child, {os.getpid()}: load it in the child, or use "

@@ -78,8 +78,10 @@ def fake_runner(
 
     With ``is_staged`` it begins with the fewest programs that can serve; ``add_program`` adds those of ``runner.programs.late``.
     ``next_token`` replaces the checksum; the slots are checked all the same. With ``num_blocks`` above 1, the programs are chains
-    of that many blocks, and other calls may run between two of them. ``rope_limits``: the lengths of a text after which the model
-    has other RoPE factors.
+    of that many blocks, and other calls may run between two of them.
+
+    Args:
+        rope_limits: The lengths of a text after which the model has other RoPE factors.
     """
     shape = fake_shape(masks, vocab_size, is_packable, is_recurrent, num_adapters, rope_limits)
     variants = list(variants)

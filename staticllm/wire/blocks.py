@@ -70,7 +70,11 @@ class Block:
 
     @classmethod
     def receive(cls, connection: Any, size: int) -> Block:
-        """Map the block of ``size`` bytes that the peer of a connection sends. Raises ``OSError``."""
+        """Map the block of ``size`` bytes that the peer of a connection sends.
+
+        Raises:
+            OSError: it is smaller, or cannot be mapped.
+        """
         if sys.platform == "win32":
             tag = connection.recv_bytes(128).decode("ascii", "replace")
             return cls(mmap.mmap(-1, size, tagname=tag), tag)

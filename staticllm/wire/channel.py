@@ -101,7 +101,12 @@ class Channel:
         return number
 
     def send(self, message: Message) -> None:
-        """Send a message, and after it the block if it is new. Raises ``ProtocolError`` and ``OSError``."""
+        """Send a message, and after it the block if it is new.
+
+        Raises:
+            ProtocolError: the message is too long.
+            OSError: the peer has gone.
+        """
         if not self._is_unsent or self._block is None:
             data = encode(message)
             self._write(bytearray(LENGTH.pack(len(data)) + data))

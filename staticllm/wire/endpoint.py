@@ -48,7 +48,13 @@ class InTime:
         self.send_bytes = connection.send_bytes
 
     def recv_bytes(self, max_length: int | None = None) -> bytes:
-        """Return the next message. Raises ``TimeoutError``, ``EOFError`` or ``OSError``."""
+        """Return the next message.
+
+        Raises:
+            TimeoutError: none comes in time.
+            EOFError: the peer has gone.
+            OSError: the connection is broken.
+        """
         if not self._connection.poll(ANSWER_SECONDS):
             raise TimeoutError
         message: bytes = self._connection.recv_bytes(max_length)
@@ -105,7 +111,11 @@ def _folder_path() -> Path:
 
 
 def address(folder: Path) -> str:
-    """Return the address of the daemon of this folder. Raises ``EndpointError``."""
+    """Return the address of the daemon of this folder.
+
+    Raises:
+        EndpointError: none listens, or the path is too long.
+    """
     if sys.platform == "win32":
         try:
             return (folder / "pipe").read_text("ascii")
@@ -180,9 +190,10 @@ def stopped_pid(folder: Path) -> int | None:
 def listen(folder: Path, wait_seconds: float | None = None) -> mp.Listener:
     """Return the daemon's listener, which does not check keys yet; the lock of the only daemon must be held.
 
-    ``wait_seconds``: after so long without a connection, ``accept`` raises a ``TimeoutError`` (not for the pipes of
-    Windows). A signal that reaches another thread, as after a suspension, is handled by the thread that accepts only when
-    it returns.
+    Args:
+        wait_seconds: After so long without a connection, ``accept`` raises a ``TimeoutError`` (not for the pipes of
+            Windows). A signal that reaches another thread, as after a suspension, is handled by the thread that accepts
+            only when it returns.
 
     Raises:
         EndpointError, OSError: the address cannot be used.
@@ -313,7 +324,11 @@ def identity(folder: Path) -> os.stat_result | None:
 
 
 def close_listener(listener: mp.Listener, leaves_socket: bool) -> None:
-    """Close a listener. ``leaves_socket``: the file of that name belongs to another one. Raises ``OSError``."""
+    """Close a listener; ``leaves_socket`` if the file of that name belongs to another one.
+
+    Raises:
+        OSError: it cannot be closed.
+    """
     if leaves_socket:
         listener._listener._unlink.cancel()  # type: ignore[attr-defined]
         listener._listener._unlink = None  # type: ignore[attr-defined]
@@ -321,7 +336,11 @@ def close_listener(listener: mp.Listener, leaves_socket: bool) -> None:
 
 
 def welcome(connection: Any, key: bytes) -> None:
-    """Check on the daemon's side that the peer belongs to this user and knows the key. Raises ``EndpointError``."""
+    """Check on the daemon's side that the peer belongs to this user and knows the key.
+
+    Raises:
+        EndpointError: it does not.
+    """
     check_peer(connection)
     try:
         mp.deliver_challenge(connection, key)
@@ -331,7 +350,11 @@ def welcome(connection: Any, key: bytes) -> None:
 
 
 def check_peer(connection: Any) -> None:
-    """Check that the peer of a socket belongs to this user, where the system tells. Raises ``EndpointError``."""
+    """Check that the peer of a socket belongs to this user, where the system tells.
+
+    Raises:
+        EndpointError: it does not.
+    """
     if not sys.platform.startswith("linux"):
         return
     with socket.socket(fileno=os.dup(connection.fileno())) as peer:

@@ -10,9 +10,12 @@ Stamp = tuple[int, int, int, int]
 
 
 def stamp_of(path: str | os.PathLike[str]) -> Stamp:
-    """Return the stamp of a file. Raises ``OSError`` (it is not there).
+    """Return the stamp of a file.
 
     Programs set the time of the content back (``cp -p``, ``rsync``, archives), but not that of the last change.
+
+    Raises:
+        OSError: it is not there.
     """
     found = os.stat(path)  # noqa: PTH116 - paths of other programs may be texts
     return found.st_size, found.st_mtime_ns, _change_time(path, found), found.st_ino

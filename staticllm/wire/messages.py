@@ -91,30 +91,28 @@ EARLIER = 8
 
 
 class Body(dict[str, Any]):
-    """The body of a message whose text is repeated; it must not be changed.
-
-    ``layout`` is what ``tensors.read`` found in it when it read the text for the first time.
-    """
+    """The body of a message whose text is repeated; it must not be changed."""
 
     __slots__ = ("layout",)
     layout: Any
+    """What ``tensors.read`` found in it when it read the text for the first time."""
 
 
 @dataclass(slots=True)  # a frozen one takes four times as long to make
 class Message:
-    """One message; it must not be changed.
-
-    ``handle`` names the object that it concerns, ``number`` the call that it belongs to, and ``time`` is a duration in seconds
-    whose meaning depends on the kind. ``payload`` holds raw bytes, such as small tensors.
-    """
+    """One message; it must not be changed."""
 
     kind: Kind
     handle: int = 0
+    """Names the object that it concerns."""
     number: int = 0
+    """Names the call that it belongs to."""
     time: float = 0.0
+    """A duration in seconds whose meaning depends on the kind."""
     flags: int = 0
     body: dict[str, Any] = field(default_factory=dict)
     payload: bytes | memoryview = b""
+    """Raw bytes, such as small tensors."""
 
 
 def encode(message: Message, limit: int = MAX_FRAME) -> bytes:
@@ -171,14 +169,23 @@ def decode(data: bytes, bodies: dict[bytes, Body] | None = None) -> Message:
 
 
 def write_message(stream: IO[bytes], message: Message) -> None:
-    """Write a message to a pipe and flush it. Raises ``ProtocolError`` and ``OSError``."""
+    """Write a message to a pipe and flush it.
+
+    Raises:
+        ProtocolError: it is too long.
+        OSError: the pipe is closed.
+    """
     data = encode(message, MAX_PIPED)
     stream.write(LENGTH.pack(len(data)) + data)
     stream.flush()
 
 
 def read_message(stream: IO[bytes]) -> Message | None:
-    """Return the next message of a pipe; None at its end. Raises ``ProtocolError``."""
+    """Return the next message of a pipe; None at its end.
+
+    Raises:
+        ProtocolError: it is no message, too long, or ends within.
+    """
     start = stream.read(LENGTH.size)
     if not start:
         return None

@@ -110,7 +110,7 @@ class EncoderBuffers:
 
 
 def positions_of(shape: EncoderShape, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the position of each token of a text."""
+    """Return the position of each token of a text, ``[n]``."""
     if shape.skipped_id is None or shape.skipped_id not in ids:
         return np.arange(shape.first_position, shape.first_position + len(ids))
     is_counted = ids != shape.skipped_id

@@ -53,8 +53,11 @@ def plan_calls(
     Texts are put into sequences by best fit decreasing (Johnson: Near-optimal bin packing algorithms, 1973), of a given size or
     the smallest that holds the text. Then the sequences, by their used rows, are divided among calls so that the sum of costs is
     least. This is done for each size in question, and the cheapest calls are taken. Without ``is_packable``, each sequence holds
-    one text. ``prefixes``: the texts that begin alike, whose beginning takes rows of a sequence only once; its texts are in their
-    ``order`` then.
+    one text.
+
+    Args:
+        prefixes: The texts that begin alike, whose beginning takes rows of a sequence only once; its texts are in their
+            ``order`` then.
 
     Raises:
         ValueError: a text has no tokens, or more than any variant has rows.

@@ -28,27 +28,24 @@ class PrefixGroup:
 
 @dataclass(frozen=True)
 class CommonPrefixes:
-    """The groups of texts that begin alike, by the index of the text; None for a text that begins like no other.
-
-    ``order``: the place of each text if all are sorted by their tokens. In this order, each text of a group has at least the
-    group's tokens in common with the one before it.
-    """
+    """The groups of texts that begin alike, by the index of the text; None for a text that begins like no other."""
 
     groups: Sequence[PrefixGroup | None]
     order: Sequence[int]
+    """The place of each text if all are sorted by their tokens. In this order, each text of a group has at least the group's
+    tokens in common with the one before it."""
 
 
 @dataclass
 class _SortedTexts:
-    """The sorted texts from ``first`` to ``last``. ``groups``: the first and last text, and the tokens, of each of their groups.
-
-    ``saved``: the tokens that these groups save.
-    """
+    """The sorted texts from ``first`` to ``last``."""
 
     first: int
     last: int
     saved: int = 0
+    """The tokens that these groups save."""
     groups: list[tuple[int, int, int]] = field(default_factory=list)
+    """The first and last text, and the tokens, of each of their groups."""
 
 
 def num_common(one: TokenizedText, other: TokenizedText) -> int:

@@ -34,20 +34,20 @@ MAX_RATIO = 4.0
 
 @dataclass
 class PoolDevice:
-    """An instance, and its queue with the same ``number``. ``call`` is the number of its batch, which hangs after ``ends_by``.
-
-    ``is_lost``: its worker process ended, and no batch was embedded since.
-    """
+    """An instance, and its queue with the same ``number``."""
 
     number: int
     instance: Instance
     queue: DeviceQueue
     recalibration: Recalibration | None = None
     call: int = 0
+    """The number of its batch."""
     ends_by: float = math.inf
+    """The moment after which that batch hangs."""
     num_failures: int = 0
     is_recovering: bool = False
     is_lost: bool = False
+    """Whether its worker process ended, and no batch was embedded since."""
     ratio: float = 1.0
     costs: Costs = field(default_factory=dict)
 

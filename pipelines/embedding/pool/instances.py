@@ -28,14 +28,14 @@ class WorkerLostError(DeviceError):
 
 @dataclass(frozen=True)
 class EncoderInfo:
-    """What all instances of one encoder have in common: the numbers of values of a vector, tokens of a text, and tokens known.
-
-    ``output`` and ``head`` are those of its ``EncoderShape``.
-    """
+    """What all instances of one encoder have in common; ``output`` and ``head`` are those of its ``EncoderShape``."""
 
     width: int
+    """Values of a vector."""
     max_length: int
+    """Tokens of a text."""
     vocab_size: int | None
+    """Tokens that are known."""
     is_packable: bool
     output: Literal["embeddings", "scores"] = "embeddings"
     head: Literal["none", "cut", "tokens"] = "none"
@@ -66,7 +66,8 @@ class Instance(Protocol):
     def embed(self, texts: Sequence[TokenizedText], priority: int = 0) -> Vectors:
         """Return the vectors ``[n, width]`` of the texts. One that is not finite belongs to a text that fails alone, too.
 
-        ``priority``: the highest of the texts, for a device that others use as well.
+        Args:
+            priority: The highest of the texts, for a device that others use as well.
 
         Raises:
             WorkerLostError: the worker process ended.

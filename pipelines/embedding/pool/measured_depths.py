@@ -35,9 +35,10 @@ OnStage = Callable[[str], None]
 
 @dataclass(frozen=True)
 class MeasuredDepth:
-    """The queue depths of one device by each method of the paper; ``estimate`` has its line and the fine-tuned depth."""
+    """The queue depths of one device by each method of the paper."""
 
     estimate: Estimate
+    """Has its line and the fine-tuned depth."""
     regression: int
     stress: int
 

@@ -66,8 +66,10 @@ def load_instances(
 ) -> LoadedInstances:
     """Load an instance on each device. Processor cores get a worker process each, and so does a CPU beside other devices.
 
-    ``host``: the engine that owns the device that was named first; its instance is in this process. ``on_progress`` gets the
-    parts of loading in this process.
+    ``on_progress`` gets the parts of loading in this process.
+
+    Args:
+        host: The engine that owns the device that was named first; its instance is in this process.
 
     Raises:
         ModelError, ConfigError, DeviceError: as for ``load_encoder``.
@@ -138,8 +140,10 @@ def load_pool(
 ) -> tuple[ThreadDriver, LoadedInstances]:
     """Load an instance on each device, and put a queue manager before them; return what serves, and what it serves.
 
-    ``host``: the engine that owns the device that was named first. ``on_progress`` gets the parts of loading in this process, and
-    ``ready`` once.
+    ``on_progress`` gets the parts of loading in this process, and ``ready`` once.
+
+    Args:
+        host: The engine that owns the device that was named first.
 
     Raises:
         ModelError, ConfigError, DeviceError: as for ``load_encoder`` and ``devices_of``.

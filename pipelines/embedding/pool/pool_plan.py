@@ -27,14 +27,12 @@ DEPTHS_NAME = "queue_depths.json"
 
 @dataclass(frozen=True)
 class PoolOptions:
-    """The properties of a pipeline on several devices; docs/embeddings.md describes them.
-
-    ``policy`` is None for ``predicted`` with a latency limit (seconds), and for ``plain`` without.
-    """
+    """The properties of a pipeline on several devices; docs/embeddings.md describes them."""
 
     is_heterogeneous: bool = False
     limit_s: float | None = None
     policy: PolicyName | None = None
+    """None for ``predicted`` with a latency limit (seconds), and for ``plain`` without."""
     depths: Path | None = None
     device_properties: Mapping[str, Mapping[str, object]] | None = None
     is_apart: bool = False
@@ -113,16 +111,14 @@ def needs_pool(device: str, options: PoolOptions) -> bool:
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """The devices of a pool, in order of preference, and the choices of each by its name.
-
-    ``is_apart``: whether every device has a worker process. ``named``: the device that the user named first, which an engine
-    that was given serves.
-    """
+    """The devices of a pool, in order of preference, and the choices of each by its name."""
 
     detection: Detection
     choices: Mapping[str, EncoderChoices]
     is_apart: bool = False
+    """Whether every device has a worker process."""
     named: str = ""
+    """The device that the user named first, which an engine that was given serves."""
 
     @property
     def devices(self) -> tuple[UsedDevice, ...]:

@@ -31,13 +31,12 @@ from .pool_plan import PoolOptions, choices_by_device, needs_pool
 class ServingOptions:
     """How an encoder is served, whatever the model.
 
-    ``engine``: the engine of another pipeline on the same device; None for a device of its own.
-
     Raises:
         ConfigError: an option is impossible.
     """
 
     engine: JobHost | None
+    """The engine of another pipeline on the same device; None for a device of its own."""
     overflow: Overflow
     max_waiting: int
     on_progress: OnProgress | None
@@ -51,17 +50,15 @@ class ServingOptions:
 
 @dataclass(frozen=True)
 class ServedEncoder:
-    """An encoder that takes requests by its ``driver``. ``engine`` owns the only device, or the first one of a pool.
-
-    None for a pool all of whose devices are its own.
-    ``release`` drops the programs; texts that wait get a ``ClosedError``. A second call does nothing.
-    """
+    """An encoder that takes requests by its ``driver``."""
 
     info: EncoderInfo
     files: EncoderFiles
     driver: QueueDriver
     engine: JobHost | None
+    """Owns the only device, or the first one of a pool; None for a pool all of whose devices are its own."""
     release: Callable[[], None]
+    """Drops the programs; texts that wait get a ``ClosedError``. A second call does nothing."""
 
 
 def serve_encoder(

@@ -36,12 +36,13 @@ _MODULE = "staticllm.pipelines.embedding.pool.worker_process"
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """What a worker process loads, and on which logical processors; ``cores`` is empty for all."""
+    """What a worker process loads, and on which logical processors."""
 
     name: str
     directory: Path
     device: str
     cores: tuple[int, ...]
+    """Empty for all."""
     choices: EncoderChoices
 
     def to_dict(self) -> dict[str, object]:

@@ -25,31 +25,30 @@ _TYPICAL_TOKENS, _TYPICAL_TEXTS = 64, 32
 
 @dataclass(eq=False, slots=True)
 class Query:
-    """What policies see of a text. Times are seconds of one clock; a higher ``priority`` goes first.
-
-    ``id`` is unique among the texts in a queue. After ``deadline`` its caller no longer wants the result.
-    """
+    """What policies see of a text. Times are seconds of one clock."""
 
     id: int
+    """Unique among the texts in a queue."""
     arrival: float
     num_tokens: int
     priority: int = QUERY
+    """Higher ones go first."""
     deadline: float | None = None
+    """After it the caller no longer wants the result."""
 
 
 @dataclass(eq=False, slots=True)
 class QueuedText(Query):
-    """One text of a request.
-
-    ``num_failures``: the calls that failed with it. ``chunk``: its progress, if it runs in several calls. ``is_done``: its vector
-    is there, and its batch still runs.
-    """
+    """One text of a request."""
 
     request: EmbeddingRequest = field(kw_only=True)
     index: int = field(kw_only=True)
     num_failures: int = 0
+    """The calls that failed with it."""
     chunk: ContinuedText | None = None
+    """Its progress, if it runs in several calls."""
     is_done: bool = False
+    """Whether its vector is there, and its batch still runs."""
 
     @classmethod
     def of(cls, request: EmbeddingRequest, index: int, id: int) -> QueuedText:
@@ -89,19 +88,17 @@ class Health(Enum):
 
 @dataclass(frozen=True)
 class DeviceState:
-    """The queue of one device at a moment: its texts that wait and that run, and how many were embedded since it was loaded.
-
-    ``depth``: the most texts in the queue under WINDVE's policies; 0 under others. ``is_shared``: whether its calls are jobs of
-    an engine.
-    """
+    """The queue of one device at a moment: its texts that wait and that run, and how many were embedded since it was loaded."""
 
     name: str
     num_waiting: int
     num_running: int
     num_embedded: int
     depth: int
+    """The most texts in the queue under WINDVE's policies; 0 under others."""
     health: str
     is_shared: bool
+    """Whether its calls are jobs of an engine."""
 
     @classmethod
     def of(cls, queue: DeviceQueue) -> DeviceState:

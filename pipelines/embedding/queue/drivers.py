@@ -180,8 +180,10 @@ class JobDriver(QueueDriver):
     def next_job(self, max_seconds: float | None = None) -> JobView | None:
         """Return the next call as a policy sees it; None if no text waits.
 
-        ``max_seconds``: no call with fewer texts than that would take longer; None for no limit. The job has the highest
-        priority of all texts that wait, because they wait for its end.
+        The job has the highest priority of all texts that wait, because they wait for its end.
+
+        Args:
+            max_seconds: No call with fewer texts than that would take longer; None for no limit.
         """
         self._end_late()
         with self._lock:
@@ -294,7 +296,7 @@ def share_time(texts: Sequence[QueuedText], seconds: float) -> None:
 
 
 def hand_out(text: QueuedText, vector: Vectors) -> None:
-    """Give a vector to the request of its text, or an error if it is not finite."""
+    """Give a vector ``[width]`` to the request of its text, or an error if it is not finite."""
     if np.isfinite(vector).all():
         text.request.put(text.index, vector)
     else:

@@ -40,16 +40,15 @@ class EncoderCall:
 
 @dataclass
 class CallPlan:
-    """The next calls of one priority.
-
-    ``alone``: texts that have begun, or whose vectors were not finite beside others; they run first, each in calls of its own.
-    ``variants``: those that the other ``calls`` were planned with. A plan that ``is_stale`` is made again, with later texts.
-    """
+    """The next calls of one priority."""
 
     alone: deque[EncoderCall] = field(default_factory=deque)
+    """Texts that have begun, or whose vectors were not finite beside others; they run first, each in calls of its own."""
     calls: deque[EncoderCall] = field(default_factory=deque)
     variants: Sequence[EncoderVariant] = ()
+    """The variants that the other ``calls`` were planned with."""
     is_stale: bool = False
+    """Whether it is made again, with later texts."""
 
     def __bool__(self) -> bool:
         return bool(self.alone or self.calls)
@@ -217,7 +216,11 @@ class BatchingDelay:
         self._is_urgent = self._is_urgent or request.priority > 0 or request.deadline is not None
 
     def serve(self, num_requests: int, seconds: float, is_last: bool, now: float) -> None:
-        """Count the requests of a call that took ``seconds``, before they end; ``is_last``: nothing else waits."""
+        """Count the requests of a call that took ``seconds``, before they end.
+
+        Args:
+            is_last: Whether nothing else waits.
+        """
         self._num_served = num_requests + (0 if self._num_come else self._num_served)
         self._num_come = 0
         self._is_urgent = False

@@ -16,15 +16,14 @@ ORDER = ("NPU", "GPU", "CPU")
 
 @dataclass(frozen=True)
 class UsedDevice:
-    """A device with one instance of the model and one queue.
-
-    ``name`` is unique. ``device`` is OpenVINO's name. ``cores`` holds the logical processors of a group of cores; empty for the
-    whole device.
-    """
+    """A device with one instance of the model and one queue."""
 
     name: str
+    """Unique."""
     device: str
+    """OpenVINO's name."""
     cores: tuple[int, ...] = ()
+    """The logical processors of a group of cores; empty for the whole device."""
 
 
 @dataclass(frozen=True)

@@ -43,16 +43,15 @@ RunTogether = Callable[[Sequence[int]], Sequence[float]]
 
 @dataclass(frozen=True)
 class Estimate:
-    """The line of one device, fitted to its profile. ``r2`` is the share of the variance that the line explains.
-
-    ``tuned`` is the queue depth found by fine-tuning for ``limit_s``, if it was.
-    """
+    """The line of one device, fitted to its profile."""
 
     name: str
     line: Line
     r2: float
+    """The share of the variance that the line explains."""
     limit_s: float
     tuned: int | None = None
+    """The queue depth found by fine-tuning for ``limit_s``, if it was."""
 
     @property
     def depth(self) -> int:

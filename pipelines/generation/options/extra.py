@@ -99,19 +99,19 @@ def _processors(name: str, value: object) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class ToolOptions:
-    """What a request says about tools. ``parse`` is None where the tools decide.
-
-    ``tools`` are definitions of functions as OpenAI's API takes them. ``choice`` is ``auto``, ``none``, ``required`` or
-    ``function``; then ``name`` is the function that must be called. ``extra_context`` holds more variables of the template.
-    ``is_parallel``: whether an answer may have several calls; else it ends with its first one.
-    """
+    """What a request says about tools."""
 
     tools: tuple[Mapping[str, Any], ...] = ()
+    """Definitions of functions as OpenAI's API takes them."""
     choice: str = "auto"
+    """``auto``, ``none``, ``required`` or ``function``; then ``name`` is the function that must be called."""
     name: str = ""
     parse: bool | None = None
+    """None where the tools decide."""
     extra_context: Mapping[str, Any] = field(default_factory=dict)
+    """More variables of the template."""
     is_parallel: bool = True
+    """Whether an answer may have several calls; else it ends with its first one."""
 
     @property
     def is_call_required(self) -> bool:
@@ -166,20 +166,17 @@ def _tool_choice(value: object, names: Sequence[str]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class ExtraOptions:
-    """The checked options beyond GenAI's. ``bad_words`` and ``dry_sequence_breakers`` are texts, to be made tokens of.
-
-    ``best_of`` is the number of answers that are sampled, of which the most likely are returned; 0 for those that are returned.
-    ``numbers`` holds fields of ``SamplingParams`` that were given, and ``choosing`` the names of all options that were given and
-    change which token is chosen.
-    """
+    """The checked options beyond GenAI's. ``bad_words`` and ``dry_sequence_breakers`` are texts, to be made tokens of."""
 
     numbers: Mapping[str, float] = field(default_factory=dict)
+    """Fields of ``SamplingParams`` that were given."""
     logit_bias: tuple[tuple[int, float], ...] = read_by(_finite_bias, (), chooses=True)
     bad_words: tuple[str, ...] = read_by(_texts, (), chooses=True)
     bad_words_ids: TokenSequences = read_by(_forbidden, (), reads=("logit_bias",), chooses=True)
     dry_sequence_breakers: tuple[str, ...] = read_by(_texts, DRY_SEQUENCE_BREAKERS)
     logits_processors: tuple[Any, ...] = read_by(_processors, (), "logits_processor", chooses=True)
     choosing: tuple[str, ...] = ()
+    """The names of all options that were given and change which token is chosen."""
     tool_options: ToolOptions = read_by(
         _tool_options,
         option="tools",
@@ -187,6 +184,7 @@ class ExtraOptions:
         default_factory=ToolOptions,
     )
     best_of: int = read_by(lambda name, value: OPTIONS[name].check(name, value or 0), 0)
+    """The number of answers that are sampled, of which the most likely are returned; 0 for those that are returned."""
 
 
 _ROWS = readings(ExtraOptions)

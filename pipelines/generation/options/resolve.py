@@ -197,23 +197,18 @@ def _adapters(name: str, value: Any) -> tuple[AdapterUse, ...] | None:
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """The checked options of one request, with the names and meanings of ``openvino_genai.GenerationConfig``.
-
-    ``max_new_tokens`` and ``max_length`` are None if they do not limit the answer. ``stop_token_ids`` includes the
-    ``eos_token_id``; with ``ignore_eos`` they end nothing, and are in ``ignored_token_ids``. ``beams`` is None without beam
-    search, and ``drafts`` without drafts; ``asks_for_drafts`` says that a keyword asked for them. ``extra`` holds the options
-    that GenAI does not have; those among them that choose tokens are also in ``sampling``, except texts, which have no token ids
-    yet. ``grammar`` comes from a keyword (``KEYWORDS``) or ``structured_output_config``. ``adapters`` are None for those of the
-    pipeline.
-    """
+    """The checked options of one request, with the names and meanings of ``openvino_genai.GenerationConfig``."""
 
     stop_token_ids: frozenset[int] = read_by(_stop_ids, reads=("eos_token_id", "ignore_eos"))
+    """Include the ``eos_token_id``; with ``ignore_eos`` they end nothing, and are in ``ignored_token_ids``."""
     ignored_token_ids: frozenset[int] = read_by(
         _ignored_ids, option="stop_token_ids", reads=("eos_token_id", "ignore_eos")
     )
     drafts: DraftParams | None = read_by(_drafts, option=DRAFTING[0], reads=(*DRAFTING[1:], *_SINGLE, "best_of"))
+    """None without drafts."""
     echo: bool = read_by(_flag)
     max_new_tokens: int | None = read_by(_new_tokens, reads=("echo",))
+    """None if it does not limit the answer; so is ``max_length``."""
     min_new_tokens: int = read_by(_count)
     sampling: SamplingParams = read_by(_sampling, option="do_sample", reads=(*_SAMPLED, "rng_seed", "logprobs"))
     max_length: int | None = read_by(_limit)
@@ -222,11 +217,17 @@ class GenerationOptions:
     apply_chat_template: bool = read_by(_flag)
     num_return_sequences: int = read_by(_num_sequences, reads=("num_beams", "do_sample", "best_of"))
     beams: BeamParams | None = read_by(_beams, option="num_beams", reads=(*_BEAMS, *_WITHOUT_BEAMS))
+    """None without beam search."""
     parsers: tuple[genai.Parser, ...] = read_by(_parsers)
     adapters: tuple[AdapterUse, ...] | None = read_by(_adapters)
+    """None for those of the pipeline."""
     grammar: Grammar | None = None
+    """From a keyword (``KEYWORDS``) or ``structured_output_config``."""
     asks_for_drafts: bool = False
+    """Whether a keyword asked for drafts."""
     extra: ExtraOptions = field(default_factory=ExtraOptions)
+    """Options that GenAI does not have; those that choose tokens are also in ``sampling``, except texts, which have no token
+    ids yet."""
 
     @property
     def num_sequences(self) -> int:

@@ -27,32 +27,28 @@ ZERO_SEED = 2**63
 
 @dataclass(frozen=True)
 class Option:
-    """One row: a number from ``least`` to ``most``.
-
-    Attributes:
-        default: The value of a request that does not say it; of this type (int or float) every value is.
-        least, most: The bounds.
-        excluded: The edge that a request that draws tokens may not have.
-        draws: Whether it has an effect only with ``do_sample=True``.
-        part_of: The option that it adjusts; by itself it does nothing.
-        has_beams: Whether beam search has it.
-        apis: The HTTP APIs that have it as a field.
-        names: The names of that field where it is not the option's own.
-        http: The bounds over HTTP where they are not ``least`` and ``most``.
-        meaning: What it does, as a sentence of the documentation; "" for an option of GenAI, which documents it.
-    """
+    """One row: a number from ``least`` to ``most``."""
 
     default: float
+    """The value of a request that does not say it; of this type (int or float) every value is."""
     least: float
     most: float
     excluded: Edge = ""
+    """The edge that a request that draws tokens may not have."""
     draws: bool = False
+    """Whether it has an effect only with ``do_sample=True``."""
     part_of: str = ""
+    """The option that it adjusts; by itself it does nothing."""
     has_beams: bool = False
+    """Whether beam search has it."""
     apis: tuple[Api, ...] = ("openai",)
+    """The HTTP APIs that have it as a field."""
     names: Mapping[Api, tuple[str, ...]] = field(default_factory=dict)
+    """The names of that field where it is not the option's own."""
     http: tuple[float, float] | None = None
+    """The bounds over HTTP where they are not ``least`` and ``most``."""
     meaning: str = ""
+    """What it does, as a sentence of the documentation; "" for an option of GenAI, which documents it."""
 
     @property
     def is_whole(self) -> bool:
@@ -60,10 +56,14 @@ class Option:
         return isinstance(self.default, int)
 
     def check(self, name: str, value: object, is_drawn: bool = True) -> float:
-        """Return ``value`` as a number of this option. ``is_drawn``: whether the request draws tokens.
+        """Return ``value`` as a number of this option.
+
+        Args:
+            is_drawn: Whether the request draws tokens.
 
         Raises:
-            ConfigError: it is none, or outside the bounds; the message names both.
+            ConfigError: it is no whole number, or outside the bounds; the message names both.
+            GenerationConfigError: the same of a number that need not be whole.
         """
         if self.is_whole:
             return whole(name, value, int(self.least), int(self.most))
@@ -97,16 +97,15 @@ def _row(default: float, least: float, most: float, **rest: Any) -> Any:
 
 @dataclass(frozen=True)
 class Reading:
-    """How a field of checked options is read: by ``check`` from the ``option``'s name and value.
-
-    With ``reads``, ``check`` also gets the values of these options, by name. ``chooses``: whether the option changes which token
-    is chosen, so that beam search cannot have it.
-    """
+    """How a field of checked options is read."""
 
     check: Callable[..., Any]
+    """Gets the name and the value of the option, and by name the values of ``reads``."""
     option: str = ""
+    """The option; the field's name without one."""
     reads: tuple[str, ...] = ()
     chooses: bool = False
+    """Whether the option changes which token is chosen, so that beam search cannot have it."""
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -144,15 +143,13 @@ _LLAMA: tuple[Api, ...] = ("openai", "ollama")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The parameters that choose tokens, with GenAI's names where it has them, else those of llamacpp or transformers.
-
-    Without ``do_sample`` the most likely token is chosen, and options that draw have no effect. ``top_k=0`` keeps all tokens.
-    ``dry_breakers`` and ``bad_words`` are sequences of token ids, ``logit_bias`` pairs of a token id and a number.
-    """
+    """The parameters that choose tokens, with GenAI's names where it has them, else those of llamacpp or transformers."""
 
     do_sample: bool = False
+    """Whether tokens are drawn; else the most likely one is chosen, and options that draw have no effect."""
     temperature: float = _row(1.0, 0.0, 1e6, excluded="least", draws=True, apis=_ALL, http=(0.0, 100.0))
     top_k: int = _row(0, 0, UNLIMITED, draws=True, apis=_ALL, http=(-1, 2**31 - 1))
+    """0 keeps all tokens."""
     top_p: float = _row(1.0, 0.0, 1.0, excluded="least", draws=True, apis=_ALL, http=(0.0, 1.0))
     min_p: float = _row(0.0, 0.0, 1.0, excluded="most", draws=True, apis=_ALL, http=(0.0, 1.0))
     repetition_penalty: float = _row(
@@ -215,8 +212,11 @@ class SamplingParams:
     )  # fmt: skip
     no_repeat_ngram_size: int = _row(0, 0, UNLIMITED, apis=())
     dry_breakers: TokenSequences = ()
+    """Sequences of token ids."""
     logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of a token id and a number."""
     bad_words: TokenSequences = ()
+    """Sequences of token ids."""
 
     @property
     def uses_dry(self) -> bool:

@@ -18,6 +18,10 @@ def policy_names() -> tuple[str, ...]:
 
 
 def check_policy(name: str) -> None:
-    """Raise ``ConfigError`` if no shipped policy has this name."""
+    """Check the name of a policy.
+
+    Raises:
+        ConfigError: no shipped policy has it; the message lists them.
+    """
     if name not in policy_names():
         raise ConfigError(f"SCHEDULER={shown(name)}: must be one of {', '.join(map(repr, policy_names()))}")

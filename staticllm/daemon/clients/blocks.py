@@ -21,7 +21,12 @@ class TensorSender:
         self._lock = lock
 
     def grow(self, wanted: int) -> None:
-        """Replace the current block by one of at least ``wanted`` bytes. Raises ``BusyError`` and ``OSError``."""
+        """Replace the current block by one of at least ``wanted`` bytes.
+
+        Raises:
+            BusyError: the client has too much shared memory.
+            OSError: the system gives none.
+        """
         old = self._channel.block_bytes
         new = block_size(wanted)
         self._session.count_block(new - old)
@@ -31,7 +36,12 @@ class TensorSender:
             self._session.count_block(self._channel.block_bytes - new)
 
     def send(self, message: Message, arrays: Sequence[Array]) -> None:
-        """Send arrays, in a larger block if they need one. Raises ``BusyError`` and ``OSError``."""
+        """Send arrays, in a larger block if they need one.
+
+        Raises:
+            BusyError: the client has too much shared memory.
+            OSError: the system gives none, or the client has gone.
+        """
         with self._lock:
             try:
                 self._channel.send_tensors(message, arrays, range(len(arrays)))

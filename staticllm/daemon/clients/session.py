@@ -69,7 +69,11 @@ class Session:
         self._followers: dict[object, Callable[[int], None]] = {}  # by the object that they belong to
 
     def hold(self, origin: WantedModel) -> tuple[int, SharedModel]:
-        """Compile a model, or share one that is compiled, and return its handle and the model. Raises ``BusyError``."""
+        """Compile a model, or share one that is compiled, and return its handle and the model.
+
+        Raises:
+            BusyError: the client has as many models as it may, or has gone.
+        """
         with self._lock:
             num_models = len(self._models) + self._num_compiling
             if num_models >= self._limits.models:
@@ -136,7 +140,11 @@ class Session:
         return model
 
     def claim(self, handle: int, asked: Claim) -> None:
-        """Keep a conversation of a session longer than others while the client holds the model. Raises ``ConfigError``."""
+        """Keep a conversation of a session longer than others while the client holds the model.
+
+        Raises:
+            ConfigError: the handle is of no language model.
+        """
         model = self.language_model(handle)
         with self._lock:
             if handle in self._models:
@@ -199,7 +207,11 @@ class Session:
             self._num_cross_windows[model] = count + change
 
     def count_block(self, change: int) -> None:
-        """Count the bytes of shared memory that are added or, if negative, freed. Raises ``BusyError``."""
+        """Count the bytes of shared memory that are added or, if negative, freed.
+
+        Raises:
+            BusyError: the client would have too many.
+        """
         with self._lock:
             if self._block_bytes + change > self._limits.block_bytes:
                 raise BusyError(

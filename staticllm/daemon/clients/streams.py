@@ -50,14 +50,12 @@ class LateAnswer:
 
 @dataclass
 class Running:
-    """A request that has not ended: its model, our number of it, the priority that it asked for, and the answers left.
-
-    ``window``: the client's number of the window that it sees; 0 without one.
-    """
+    """A request that has not ended: its model, our number of it, the priority that it asked for, and the answers left."""
 
     model: LanguageModel
     id: int
     window: int
+    """The client's number of the window that it sees; 0 without one."""
     priority: int
     num_left: int
     submitted: float
@@ -83,7 +81,7 @@ class OutputStream:
     ) -> CompileTimes | None:
         """Submit a request of the client; its outputs follow under the client's own ``number``.
 
-        ``window``: the one that the request sees. Return what its grammar took to compile; None without one.
+        Return what its grammar took to compile; None without one. ``window`` is the one that the request sees.
 
         Raises:
             BusyError: the client or the engine has too many requests.

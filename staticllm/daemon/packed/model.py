@@ -52,7 +52,9 @@ class PackedKind(DecoderKind):
     def lower(self, job: DecoderJob, opened: OpenedModel, start: StartWith) -> DecoderPlan:
         """Lower the model and add variants with all logits.
 
-        Raises ``UnsupportedModelError`` also for recurrent states, and for RoPE factors that the length of each call decides.
+        Raises:
+            UnsupportedModelError: a pass cannot lower it, or it has recurrent states, or the length of each call
+                decides its RoPE factors.
         """
         plan = super().lower(job, opened, "all programs")
         if plan.lowered.shape.needs_real_rows:
@@ -138,7 +140,12 @@ class PackedModel:
         return {}
 
     def get_property(self, name: str) -> object:
-        """Return a property as the client set it, or of the engine's program. Raises ``RuntimeError`` for unknown ones."""
+        """Return a property as the client set it, or of the engine's program.
+
+        Raises:
+            RuntimeError: the property is unknown.
+            ClosedError: the model is closed.
+        """
         if name in self._config:
             return self._config[name]
         if self._program is None:

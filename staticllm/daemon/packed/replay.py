@@ -42,7 +42,11 @@ class StateGuard:
         self.batch: int | None = None
 
     def check(self, inputs: Mapping[str, Array]) -> None:
-        """Check the inputs of the next call. Raises ``PromptError``."""
+        """Check the inputs of the next call.
+
+        Raises:
+            PromptError: a shape or a ``beam_idx`` does not fit the states.
+        """
         if self.num_columns is None:
             self._look()
         ids, mask, beams = (inputs.get(name) for name in (INPUT_IDS, ATTENTION_MASK, BEAM_IDX))
@@ -195,7 +199,12 @@ class OriginalModel:
         self._is_closed = False
 
     def open(self) -> ov.InferRequest:
-        """Return a new infer request of the compiled model. Raises ``RuntimeError`` and ``ClosedError``."""
+        """Return a new infer request of the compiled model.
+
+        Raises:
+            RuntimeError: it cannot be compiled.
+            ClosedError: the model is closed.
+        """
         with self._lock:
             compiled = self._compiled
             model = self._model

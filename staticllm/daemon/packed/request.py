@@ -51,17 +51,14 @@ class TensorCall:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What an engine can run as the original does.
-
-    Attributes:
-        max_len: The largest number of tokens of a sequence.
-        vocab_size: The number of token ids.
-        reach: The number of columns from which on a token may not see all before it; None if it always does.
-    """
+    """What an engine can run as the original does."""
 
     max_len: int
+    """The largest number of tokens of a sequence."""
     vocab_size: int
+    """The number of token ids."""
     reach: int | None = None
+    """The number of columns from which on a token may not see all before it; None if it always does."""
 
 
 def read_call(inputs: Mapping[str, Array], logs: Sequence[RowLog], limits: EngineLimits, wanted: Wanted) -> TensorCall:

@@ -98,7 +98,12 @@ class Daemon:
                 endpoint.knock(self._folder)
 
     def join(self, hello: Message, channel: Channel) -> tuple[Connection, dict[str, Any]]:
-        """Add a connection to the client of a ``HELLO``, or to a new one. Raises ``BusyError`` and ``ConfigError``."""
+        """Add a connection to the client of a ``HELLO``, or to a new one.
+
+        Raises:
+            BusyError: the client has as many connections as it may, or there are too many clients.
+            ConfigError: it speaks another protocol, has another OpenVINO, or its first connection has ended.
+        """
         theirs = read_body(hello, Version)
         ours = ov.get_version()
         if theirs.protocol != PROTOCOL:

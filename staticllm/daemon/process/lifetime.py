@@ -33,7 +33,8 @@ OTHER_PROTOCOL = re.compile(r"speaks protocol \d+, the daemon (\d+):")
 def serve(folder: Path, limits: DaemonLimits | None = None, worker_of: int | None = None) -> None:
     """Run the daemon of a runtime folder until it is stopped or idle for too long. Logs to ``daemon.log``.
 
-    ``worker_of``: the only process that this daemon serves; the daemon ends with it.
+    Args:
+        worker_of: The only process that this daemon serves; the daemon ends with it.
 
     Raises:
         StaticLLMError: another daemon serves this folder.
@@ -114,7 +115,11 @@ def stop(folder: Path) -> int | None:
 
 
 def status(folder: Path, protocol: int = PROTOCOL) -> dict[str, Any] | None:
-    """Return the statistics of the daemon of a folder; None if none listens. Raises ``StaticLLMError``."""
+    """Return the statistics of the daemon of a folder; None if none listens.
+
+    Raises:
+        StaticLLMError: it does not answer, or refused.
+    """
     try:
         with control(folder, protocol) as channel:
             return ask(channel, Message(Kind.STATS)).body
@@ -126,7 +131,12 @@ def status(folder: Path, protocol: int = PROTOCOL) -> dict[str, Any] | None:
 
 @contextmanager
 def control(folder: Path, protocol: int = PROTOCOL) -> Iterator[Channel]:
-    """Connect to the daemon of a folder as a client without models. Raises ``EndpointError`` and ``StaticLLMError``."""
+    """Connect to the daemon of a folder as a client without models.
+
+    Raises:
+        EndpointError: none listens.
+        StaticLLMError: its answer is damaged, or it refused.
+    """
     try:
         channel, answer = join_daemon(folder, SilenceWatch(folder).check, watches=True, protocol=protocol)
     except ProtocolError as error:

@@ -45,21 +45,18 @@ Owner = ClientId | EngineId
 
 @dataclass(slots=True)
 class Share:
-    """What one client, ``owner``, had of a use of the device.
-
-    Attributes:
-        owner: The client; None for requests of no client.
-        phase: ``prefill`` and ``decode`` of a language model, ``call`` of another one.
-        seconds: Its part of the duration: that of its rows among all rows of the call.
-        rows: The rows of the call that were its own.
-        num_bytes: What the call read for it: its part of the weights, and the keys and values of its sequences.
-    """
+    """What one client, ``owner``, had of a use of the device."""
 
     owner: ClientId | None
+    """The client; None for requests of no client."""
     phase: str
+    """``prefill`` and ``decode`` of a language model, ``call`` of another one."""
     seconds: float
+    """Its part of the duration: that of its rows among all rows of the call."""
     rows: int = 0
+    """The rows of the call that were its own."""
     num_bytes: int = 0
+    """What the call read for it: its part of the weights, and the keys and values of its sequences."""
 
 
 @dataclass
@@ -72,28 +69,25 @@ class DeviceCall:
 
 @dataclass
 class DeviceRequest:
-    """A request for the device.
-
-    Attributes:
-        owner: Asks, and pays for the time: a client, or an engine for requests of no client.
-        seconds: The expected duration.
-        priority: Higher ones go first.
-        model: The model that runs. Up to ``width`` calls of one model may run at once, in streams that its user asked for.
-        phase, rows, num_bytes: As in ``Share``, of a call for ``owner``.
-        payers: The clients that an engine asks for; each pays for its share. Empty if ``owner`` pays.
-        arrival: The moment of the request, on the clock of the ``DeviceScheduler``.
-    """
+    """A request for the device."""
 
     owner: Owner
+    """Asks, and pays for the time: a client, or an engine for requests of no client."""
     seconds: float
+    """The expected duration."""
     priority: int = 0
+    """Higher ones go first."""
     model: int = 0
+    """The model that runs. Up to ``width`` calls of one model may run at once, in streams that its user asked for."""
     width: int = 1
     phase: str = "call"
+    """As in ``Share``, of a call for ``owner``; so are ``rows`` and ``num_bytes``."""
     rows: int = 0
     num_bytes: int = 0
     payers: Sequence[ClientId] = ()
+    """The clients that an engine asks for; each pays for its share. Empty if ``owner`` pays."""
     arrival: float = 0.0
+    """The moment of the request, on the clock of the ``DeviceScheduler``."""
     is_granted: bool = False
     _signal: threading.Lock | None = field(default=None, repr=False)  # of a request that waits
 
@@ -140,14 +134,12 @@ class DeviceGrant:
 
 @dataclass(frozen=True)
 class Due:
-    """The moment at which an engine must have the device for the next token of a request of this ``priority``.
-
-    It counts until the moment ``until`` if the engine does not ask for the device before.
-    """
+    """The moment at which an engine must have the device for the next token of a request of this ``priority``."""
 
     moment: float
     priority: int
     until: float
+    """The due counts until this moment if the engine does not ask for the device before."""
 
 
 OnUse = Callable[[DeviceRequest, float, Sequence[Share]], None]
@@ -173,7 +165,7 @@ class DeviceScheduler:
         self._waiting: list[DeviceRequest] = []
         self._running: list[DeviceRequest] = []
         self._used: dict[Owner, float] = {}  # seconds of each owner, as far as they count
-        self._floor = 0.0  # what a new or returning owner has used at least, so that rest gives no credit
+        self._floor = 0.0  # what a new or returning owner has used at least, so that idle time gives no credit
         self._due: dict[Owner, Due] = {}
         self._held: DeviceRequest | None = (
             None  # the last request that gave the device back, and until when it is waited for

@@ -23,17 +23,18 @@ VIRTUAL_DEVICES = ("AUTO", "HETERO", "MULTI", "BATCH")
 
 @dataclass(frozen=True)
 class Event:
-    """One use of a device: on a ``track``, from ``start`` (``time.perf_counter``) on, for ``seconds``; ``queued`` before it.
-
-    ``more`` is what the viewer shows of it besides.
-    """
+    """One use of a device."""
 
     track: str
+    """The track of recordings that shows it."""
     name: str
     start: float
+    """A moment of ``time.perf_counter``."""
     seconds: float
     queued: float = 0.0
+    """Seconds for which it waited before."""
     more: Mapping[str, float] = field(default_factory=dict)
+    """What the viewer shows of it besides."""
 
 
 class Timeline:
@@ -114,27 +115,26 @@ def _slice(name: str, pid: int, tid: int, start: float, seconds: float) -> dict[
 
 @dataclass
 class DeviceUsage:
-    """What a client used since it came. ``track`` names its track in recordings.
-
-    Attributes:
-        calls: Calls of models, and tokens of requests.
-        device_seconds: Device time; of calls that it shared, the part of its rows.
-        queued_seconds: Time that its calls, and its requests before their first device call, waited.
-        tensor_bytes: Bytes of the outputs that were sent to it.
-        read_bytes: What the device read for it: weights, keys and values; of shared calls its part.
-        by_model, by_phase: The device seconds by the model's number, and by phase: ``prefill``, ``decode``, ``call``.
-        rows_by_phase: The rows of device calls by phase.
-    """
+    """What a client used since it came."""
 
     track: str
+    """Names its track in recordings."""
     calls: int = 0
+    """Calls of models, and tokens of requests."""
     device_seconds: float = 0.0
+    """Device time; of calls that it shared, the part of its rows."""
     queued_seconds: float = 0.0
+    """Time that its calls, and its requests before their first device call, waited."""
     tensor_bytes: int = 0
+    """Bytes of the outputs that were sent to it."""
     read_bytes: int = 0
+    """What the device read for it: weights, keys and values; of shared calls its part."""
     by_model: dict[int, float] = field(default_factory=dict)
+    """Device seconds by the model's number."""
     by_phase: dict[str, float] = field(default_factory=dict)
+    """Device seconds by phase: ``prefill``, ``decode``, ``call``."""
     rows_by_phase: dict[str, int] = field(default_factory=dict)
+    """The rows of device calls by phase."""
 
     def add_share(self, model: int, share: Share) -> None:
         """Count what the client had of a use of a device."""

@@ -255,12 +255,12 @@ def test_export_replaces_a_set_and_nothing_else(zoo, tmp_path):
 
 def test_the_second_start_loads_what_the_first_compiled(zoo, tmp_path, original):
     first, second = (load(zoo / "llama", CACHE_DIR=tmp_path) for _ in range(2))
-    assert (first.origin, second.origin) == ("compiled", "cache")
+    assert (first.programs_from, second.programs_from) == ("compiled", "cache")
     assert second.programs.costs
     assert second.programs.shape == first.programs.shape
     assert answer(zoo / "llama", CACHE_DIR=tmp_path) == original(zoo / "llama").greedy(PROMPT, 12)
     other = load(zoo / "llama", CACHE_DIR=tmp_path, MAX_PROMPT_LEN=32)
-    assert other.origin == "compiled"
+    assert other.programs_from == "compiled"
     assert len(BlobCache(tmp_path).entries()) == 2
 
 
@@ -272,8 +272,8 @@ def test_a_damaged_set_in_the_cache_is_compiled_again(zoo, tmp_path):
     ((_, problem),) = BlobCache(tmp_path).verify()
     assert "the manifest says" in problem
     with pytest.warns(RuntimeWarning, match="compiled again: .*the manifest says"):
-        assert load(zoo / "llama", CACHE_DIR=tmp_path).origin == "compiled"
-    assert load(zoo / "llama", CACHE_DIR=tmp_path).origin == "cache"
+        assert load(zoo / "llama", CACHE_DIR=tmp_path).programs_from == "compiled"
+    assert load(zoo / "llama", CACHE_DIR=tmp_path).programs_from == "cache"
 
 
 @pytest.mark.parametrize("property_name", ["CACHE_DIR", pytest.param("BLOB_PATH", marks=SLOW)])
@@ -289,7 +289,7 @@ def test_a_full_disk_leaves_no_half_set(property_name, zoo, tmp_path, monkeypatc
     monkeypatch.setattr(blob_set, "_write", full)
     if property_name == "CACHE_DIR":
         with pytest.warns(RuntimeWarning, match="nothing was cached: .*No space left"):
-            assert load(zoo / "llama", CACHE_DIR=tmp_path).origin == "compiled"
+            assert load(zoo / "llama", CACHE_DIR=tmp_path).programs_from == "compiled"
     else:
         with pytest.raises(ConfigError, match="No space left"):
             load(zoo / "llama", BLOB_PATH=tmp_path / "blob", EXPORT_BLOB=True)
@@ -326,7 +326,7 @@ sys.stdin.readline()
 config = StaticLLMConfig(cache_dir=sys.argv[2], max_prompt_len=64)
 loaded = loader.load(sys.argv[1], "CPU", config)
 files = sorted(path for path in Path(sys.argv[2]).rglob("*") if path.is_file() and path.suffix != ".lock")
-print(json.dumps([loaded.origin, {path.name: file_digest(path) for path in files}]))
+print(json.dumps([loaded.programs_from, {path.name: file_digest(path) for path in files}]))
 """
 
 
@@ -378,7 +378,7 @@ def test_a_killed_process_leaves_a_working_cache(zoo, tmp_path):
         child.kill()
         child.communicate()
         loaded = loader.load(zoo / "llama", "CPU", StaticLLMConfig(cache_dir=str(tmp_path), max_prompt_len=64))
-        assert loaded.origin in ("compiled", "cache")
+        assert loaded.programs_from in ("compiled", "cache")
         (entry,) = BlobCache(tmp_path).entries()
         left = {path.name for path in entry.folder.iterdir()} - {blob_set.MANIFEST, blob_set.LOCK}
         assert left == set(entry.manifest.blobs), "what a dead process had begun is removed"

@@ -40,7 +40,7 @@ def test_a_set_in_a_folder_that_cannot_be_written_is_used(tmp_path, no_writing):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with a_pipeline(tmp_path) as pipe:
-            assert pipe._launched.loaded.origin == "cache"
+            assert pipe._launched.loaded.programs_from == "cache"
             assert tokens_of(pipe) == expected
     assert files_of(tmp_path) == before
 
@@ -84,7 +84,7 @@ def child(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with a_pipeline(folder) as pipe:
-            assert pipe._launched.loaded.origin == "cache"
+            assert pipe._launched.loaded.programs_from == "cache"
             tokens_of(pipe)
     print("as nobody")
 

@@ -77,7 +77,7 @@ def test_a_cross_encoder_has_sets_too(tmp_path, monkeypatch):
     for _ in range(2):
         job = encoder_job(directory, "CPU", EncoderChoices(properties={**F32, "CACHE_DIR": str(tmp_path / "cache")}))
         loaded = load_job(job)
-        found.append((loaded.origin, scores_of(loaded.runner, texts)))
+        found.append((loaded.programs_from, scores_of(loaded.runner, texts)))
         no_compilation(monkeypatch)
     assert [origin for origin, _ in found] == ["compiled", "cache"]
     np.testing.assert_array_equal(found[0][1], found[1][1])

@@ -226,7 +226,7 @@ def test_a_cache_has_one_set_for_a_layout(llama, tmp_path):
         {},
     ):
         with StaticLLMPipeline(llama.path, "CPU", **adapters, **cache) as pipe:
-            origins.append(pipe._launched.loaded.origin)
+            origins.append(pipe._launched.loaded.programs_from)
             assert answer(pipe, AdapterConfig()) == llama.tokens()
     assert origins == ["compiled", "cache", "compiled"]
 

@@ -75,7 +75,7 @@ def test_a_third_kind_is_loaded_stored_and_imported_by_the_code_of_the_others(jo
     origins, cache = [], {"cache_dir": str(tmp_path / "cache")}
     for place in ({}, cache, cache, {"blob_path": str(tmp_path / "set")}):
         loaded = load_job(replace(job, config=replace(config, **place)))
-        origins.append(loaded.origin)
+        origins.append(loaded.programs_from)
         for sound in sounds:
             np.testing.assert_allclose(loaded.runner.run(sound), np.tanh(WEIGHTS @ sound).sum(axis=1), atol=1e-4)
         assert set(loaded.runner.costs.measured) == {SoundVariant(16), SoundVariant(64)}
