@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from staticllm.devices import kind, merges_projections
 
@@ -33,6 +34,7 @@ from .states.lift_state import lift_state
 from .states.page_attention import page_attention
 from .states.store_kv_as import store_kv_as
 
+G = TypeVar("G", bound=StepGraph)
 DECODER: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
     (
         Pass(
@@ -96,9 +98,6 @@ DECODER_NPU: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
 """The same in forms that Intel's NPU compiler makes fast programs of. Each choice is a row of a table in ``docs/npu.md``."""
 DECODER_NPU_WIDE = DECODER_NPU.without("gate_last").without("cut_heads")
 """The same for platforms with more tiles than the oldest one, where prompts are faster without these two."""
-EXPOSE_ADAPTERS: Pass[StepGraph, LoweringOptions] = Pass(
-    "expose_adapters", lambda graph, options: expose_adapters(graph, options.adapters, options.adapter_type)
-)
 
 
 def decoder_passes(device: str, platform: str = "") -> PassPipeline[StepGraph, LoweringOptions]:
@@ -113,6 +112,9 @@ def decoder_passes(device: str, platform: str = "") -> PassPipeline[StepGraph, L
     return DECODER if merges_projections(device) else DECODER_UNMERGED
 
 
-def with_adapters(passes: PassPipeline[StepGraph, LoweringOptions]) -> PassPipeline[StepGraph, LoweringOptions]:
+def with_adapters(passes: PassPipeline[G, LoweringOptions]) -> PassPipeline[G, LoweringOptions]:
     """Return the pipeline for a model that is loaded with adapters. Layers are found by their names, so before any are merged."""
-    return passes.after("select_logits", EXPOSE_ADAPTERS)
+    return passes.after(
+        "select_logits",
+        Pass("expose_adapters", lambda graph, options: expose_adapters(graph, options.adapters, options.adapter_type)),
+    )

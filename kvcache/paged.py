@@ -43,7 +43,8 @@ class PagedArena(Arena):
         """Return the pages of state ``index``: ``[pages, heads, page_size, head_dim]``, contiguous."""
         del stride
         number, line = place_of(self.groups, index)
-        return self._pages(self._storage[number][line : line + 1], self.groups[number])[0]
+        (pages,) = self._pages(self._storage[number][line : line + 1], self.groups[number])
+        return np.asarray(pages)
 
     def set_stride(self, stride: int, used_slots: int) -> None:
         """Do nothing: each slot has one place."""

@@ -30,8 +30,8 @@ def check_graph(graph: StepGraph, stage: str) -> int:
     for group in graph.adapted:
         _require({group.a_name, group.b_name, ADAPTER_SCALES} <= set(inputs), stage, f"{group.a_name} has no input")
     if graph.page_size:
-        for state in graph.kv_states:
-            _require(state.pages_name in inputs, stage, f"{state.pages_name} has no input")
+        for pages in (state.pages_name for state in graph.kv_states):
+            _require(pages in inputs, stage, f"{pages} has no input")
         return len(nodes)
     for state in graph.ports:
         _require(state.past_name in inputs, stage, f"{state.past_name} has no input")

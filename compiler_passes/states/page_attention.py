@@ -1,7 +1,8 @@
 """Lets attention read and write pages of keys and values by the table of each sequence: OpenVINO's paged attention.
 
 ``openvino._offline_transformations.paged_attention_transformation`` replaces states, masks and attention of an exported decoder.
-A row then reads what its sequence has, so that a call costs what belongs to its sequences, not all that is in the arena. Ids and positions become ``[S]``; hidden states ``[S, 1, width]``. Only the CPU plugin runs the operation, in pages of 32.
+A row then reads what its sequence has, so that a call costs what belongs to its sequences, not all that is in the arena. Ids and
+positions become ``[S]``; hidden states ``[S, 1, width]``. Only the CPU plugin runs the operation, in pages of 32.
 """
 
 from __future__ import annotations
