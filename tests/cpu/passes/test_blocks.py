@@ -39,7 +39,13 @@ def uncompiled(lowered, variant):
 
 
 def plan_of(path):
-    config = StaticLLMConfig(max_prompt_len=64, min_response_len=64, kv_cache_precision="f32", device_properties=EXACT)
+    config = StaticLLMConfig(
+        max_prompt_len=64,
+        min_response_len=64,
+        programs="shared",
+        kv_cache_precision="f32",
+        device_properties=EXACT,
+    )
     return prepare(path, "CPU", config)
 
 

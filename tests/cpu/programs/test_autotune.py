@@ -277,7 +277,7 @@ def test_what_is_chosen_with_times_that_were_measured_without_amx(
 
 
 def test_tiny_models_have_no_third_program():
-    options = prepare(demo_model_path(), "CPU", StaticLLMConfig()).options
+    options = prepare(demo_model_path(), "CPU", StaticLLMConfig(programs="phases")).options
     assert options.layout == "phases"
     assert "few_rows" not in options.properties
 
