@@ -153,7 +153,7 @@ class HostedSteps(OfOneProcess):
     def _job_of(self, view: View) -> JobView:
         """Return the next step of the requests in a view, of which it has the highest priority and the first deadline.
 
-        The step waits since the last one: what came before that, such as a window that is to be heard, goes first.
+        The step waits since the last one: what came before that, such as a window that is to be encoded, goes first.
         """
         requests = view.requests
         arrival = max(self._last_end, min((request.arrival for request in requests), default=view.now))
