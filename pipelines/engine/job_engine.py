@@ -17,7 +17,7 @@ class JobEngine(StepThread):
         self._order = UrgentFirst()
 
     def close(self) -> None:
-        """End the thread after its current job, and close all sources. A second call does nothing."""
+        """End the thread after its current job, and close all job sources. A second call does nothing."""
         if self.end():
             self._jobs.close()
 

@@ -59,7 +59,7 @@ class StepHost(JobHost, Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request has not ended, or a source that was added here may have a job."""
+        """Whether a request has not ended, or a job source that was added here may have a job."""
         ...
 
     def check_process(self) -> None:
