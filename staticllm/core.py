@@ -322,7 +322,7 @@ class CrossWindowVariant:
         return "encode"
 
     def __str__(self) -> str:
-        return f"encode[{self.cross_windows} sources]" if self.cross_windows > 1 else "encode[1 source]"
+        return f"encode[{self.cross_windows} windows]" if self.cross_windows > 1 else "encode[1 window]"
 
 
 @dataclass(frozen=True)

@@ -94,8 +94,8 @@ register(
         served=(f"{_SERVED}:EMBEDDING", f"{_SERVED}:RERANK"),
     )
 )
-register(KnownKind("encoder of sources", "StaticWhisperPipeline", f"{_PIPELINES}.loading.window_kind:WindowKind"))
-register(KnownKind("alignment of sources", "StaticWhisperPipeline", f"{_PIPELINES}.loading.window_kind:AlignmentKind"))
+register(KnownKind("encoder of windows", "StaticWhisperPipeline", f"{_PIPELINES}.loading.window_kind:WindowKind"))
+register(KnownKind("alignment of windows", "StaticWhisperPipeline", f"{_PIPELINES}.loading.window_kind:AlignmentKind"))
 register(
     KnownKind(
         "decoder",

@@ -194,17 +194,17 @@ def machine_values(core: ov.Core, device: str) -> dict[str, str]:
 def passes_digest() -> str:
     """Return a digest of the code that turns models into programs: sets made by different passes are different sets.
 
-    A frozen application has no sources; the package version takes their place.
+    A frozen application has no such files; the package version takes their place.
     """
-    sources = "".join(f"{name}{digest}" for name, digest in pass_digests().items())
-    return bytes_digest(f"{__version__}{sources}".encode())[:16]
+    files = "".join(f"{name}{digest}" for name, digest in pass_digests().items())
+    return bytes_digest(f"{__version__}{files}".encode())[:16]
 
 
 @cache
 def pass_digests() -> Mapping[str, str]:
     """Return file → digest of its source, for every module that decides what a program contains.
 
-    Passes are named by their room and file (``states/lift_state``).
+    Passes are named by their room and file (``states/lift_state``). Comments count too: parsing costs more than it saves.
     """
     files = {path.relative_to(_PASSES): path for path in sorted(_PASSES.rglob("*.py"))}
     passes = {

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -25,7 +25,7 @@ from staticllm.system.typed import typed
 from ..compiling.compile import V
 from .fingerprint import Fingerprint, bytes_digest
 
-SCHEMA = 9
+SCHEMA = 10
 MAX_MANIFEST = 16 << 20
 MAX_ENTRIES = 1 << 14
 MAX_BLOB_BYTES = 1 << 40
@@ -33,9 +33,6 @@ MAX_SECONDS = 1 << 24
 """Upper bound on the cost of a call, in seconds."""
 _BLOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\.blob")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_SET_NAMES = {"cross_window_len": "source_len", "num_cross_windows": "num_sources", "cross_windows": "sources"}
-"""Fields of shapes and variants that sets and kept costs call otherwise, as the first ones did."""
-_OTHER_NAMES = {**_SET_NAMES, **{theirs: ours for ours, theirs in _SET_NAMES.items()}}
 T = TypeVar("T")
 
 
@@ -155,7 +152,7 @@ def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
     return {
         **plain,
         "fingerprint": manifest.fingerprint.to_json(),
-        "variants": [{**_sizes(entry.variant), "file": entry.file} for entry in manifest.variants],
+        "variants": [{**msgspec.to_builtins(entry.variant), "file": entry.file} for entry in manifest.variants],
         "blobs": {name: {"digest": blob.digest, "bytes": blob.num_bytes} for name, blob in manifest.blobs.items()},
         "costs": [cost_to_json(variant, seconds) for variant, seconds in manifest.costs.items()],
     }
@@ -163,11 +160,7 @@ def manifest_to_json(manifest: Manifest) -> dict[str, Any]:
 
 def cost_to_json(variant: ProgramVariant, seconds: float) -> dict[str, int | float]:
     """Return the cost of a variant, in seconds per call, in the form that JSON holds."""
-    return {**_sizes(variant), "seconds": seconds}
-
-
-def _sizes(variant: Any) -> dict[str, int]:
-    return _renamed(asdict(variant))
+    return {**msgspec.to_builtins(variant), "seconds": seconds}
 
 
 def is_manifest(data: bytes) -> bool:
@@ -195,11 +188,9 @@ def stored(kind: type[T], content: object) -> T:
     Raises:
         ValueError: a field is unknown, missing, of another type, or out of its bounds; the text says where.
     """
-    if is_dataclass(kind) and isinstance(content, dict):
-        names = {_SET_NAMES.get(item.name, item.name) for item in fields(kind)}
-        if different := sorted(names ^ set(content)):
-            raise ValueError(f"the field {different[0][:80]!r} is unknown or missing")
-        content = _renamed(content)
+    names = [item.name for item in fields(kind)] if is_dataclass(kind) else []
+    if names and isinstance(content, dict) and (different := sorted({*names} ^ {*content})):
+        raise ValueError(f"the field {different[0][:80]!r} is unknown or missing")
     value = typed(content, kind)
     try:
         is_whole = msgspec.json.encode(value, order="sorted") == msgspec.json.encode(content, order="sorted")
@@ -208,16 +199,6 @@ def stored(kind: type[T], content: object) -> T:
     if not is_whole:
         raise ValueError("a field within another is unknown or missing")
     return value
-
-
-def to_json(value: Any) -> Any:
-    """Return a value in the form that JSON holds."""
-    return _renamed(msgspec.to_builtins(value))
-
-
-def _renamed(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a shape or a variant with the names that sets have for them, or those that it has here."""
-    return {_OTHER_NAMES.get(name, name): value for name, value in content.items()}
 
 
 @dataclass(frozen=True)

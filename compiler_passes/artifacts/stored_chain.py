@@ -89,8 +89,8 @@ class _End(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 class _StoredCall(msgspec.Struct, forbid_unknown_fields=True):
     part: Number
-    sources: list[_End]
-    targets: list[_End]
+    inputs: list[_End]
+    outputs: list[_End]
 
 
 class _StoredPart(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -204,7 +204,7 @@ def read_chain(data: bytes, bank: WeightBank) -> StoredChain:
     plan = ChainPlan(
         tuple(part.place for part in stored.parts),
         tuple(
-            PlannedCall(call.part, tuple(map(_input, call.sources)), tuple(map(_output, call.targets)))
+            PlannedCall(call.part, tuple(map(_input, call.inputs)), tuple(map(_output, call.outputs)))
             for call in stored.calls
         ),
         tuple(WireType(tuple(wire.shape), type_of(wire.type)) for wire in stored.wires),

@@ -52,11 +52,7 @@ class HostedSteps(OfOneProcess):
             self._wake_host()
 
     def add_jobs(self, source: JobSource) -> None:
-        """Run the jobs of a source beside the requests of the host.
-
-        Raises:
-            ClosedError: the host was closed.
-        """
+        """As ``JobHost.add_jobs``."""
         self.check_process()
         self.host.add_jobs(source)
         with self._steps.lock:
@@ -134,7 +130,7 @@ class HostedSteps(OfOneProcess):
             return
         with self._steps.lock:
             self.is_closing = True
-            while drain and self.is_busy and not self._has_ended:  # jobs of sources end without a word here
+            while drain and self.is_busy and not self._has_ended:  # jobs end without a word here
                 self._changed.wait(POLL_SECONDS)
             sources = self._sources
         for source in (*sources, self):
@@ -153,7 +149,7 @@ class HostedSteps(OfOneProcess):
     def _job_of(self, view: View) -> JobView:
         """Return the next step of the requests in a view, of which it has the highest priority and the first deadline.
 
-        The step waits since the last one: what came before that, such as a window that is to be heard, goes first.
+        The step waits since the last one: what came before that, such as a window that is to be encoded, goes first.
         """
         requests = view.requests
         arrival = max(self._last_end, min((request.arrival for request in requests), default=view.now))

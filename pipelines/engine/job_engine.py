@@ -5,7 +5,7 @@ from __future__ import annotations
 from staticllm.system.threads import owned_device
 
 from ..scheduling.job_scheduler import UrgentFirst
-from .jobs import JobSource, JobSources
+from .jobs import JobSources
 from .step_thread import StepThread
 
 
@@ -13,33 +13,11 @@ class JobEngine(StepThread):
     """The ``JobHost`` of a device without a language model. Its thread starts with the first job."""
 
     def __init__(self) -> None:
-        super().__init__("staticllm-jobs")
-        self._jobs = JobSources()
+        super().__init__("staticllm-jobs", JobSources())
         self._order = UrgentFirst()
 
-    def add_jobs(self, source: JobSource) -> None:
-        """Run the jobs of a source from now on.
-
-        Raises:
-            ClosedError: the engine was closed, or belongs to another process.
-        """
-        self.check_process()
-        self._jobs.add(source)
-        source.attach(self.need)
-        if source.has_jobs:
-            self.need()
-
-    def remove_jobs(self, source: JobSource) -> None:
-        """Close a source after its current job. Nothing happens if the engine has closed it already."""
-        if self.is_ours:
-            self._jobs.remove(source)
-
-    def detach_jobs(self, source: JobSource) -> None:
-        """Begin no more jobs of a source, which stays open for another host. One that runs now goes on."""
-        self._jobs.detach(source)
-
     def close(self) -> None:
-        """End the thread after its current job, and close all sources. A second call does nothing."""
+        """End the thread after its current job, and close all job sources. A second call does nothing."""
         if self.end():
             self._jobs.close()
 

@@ -17,7 +17,7 @@ _source_ids = count(1)
 
 
 def new_source_id() -> int:
-    """Return a number that no other source of this process has."""
+    """Return a number that no other job source of this process has."""
     return next(_source_ids)
 
 
@@ -39,7 +39,7 @@ class JobSource(Protocol):
 
     @property
     def id(self) -> int:
-        """The number of the source in plans; ``new_source_id`` gives one."""
+        """The number of the job source in plans; ``new_source_id`` gives one."""
         ...
 
     @property
@@ -79,7 +79,7 @@ class JobHost(Protocol):
     """Owns a device whose thread runs jobs. Any thread may call the methods."""
 
     def add_jobs(self, source: JobSource) -> None:
-        """Run the jobs of a source from now on, until the host is closed or ``remove_jobs`` is called.
+        """Run the jobs of a job source from now on, until the host is closed or ``remove_jobs`` is called.
 
         Raises:
             ClosedError: the host was closed, or belongs to another process.
@@ -87,15 +87,15 @@ class JobHost(Protocol):
         ...
 
     def remove_jobs(self, source: JobSource) -> None:
-        """Close a source after its current job. Nothing happens if the host has closed it already."""
+        """Close a job source after its current job. Nothing happens if the host has closed it already."""
         ...
 
     def detach_jobs(self, source: JobSource) -> None:
-        """Begin no more jobs of a source, which stays open for another host. One that runs now goes on."""
+        """Begin no more jobs of a job source, which stays open for another host. One that runs now goes on."""
         ...
 
     def close(self) -> None:
-        """Close every source, and end the thread."""
+        """Close every job source, and end the thread."""
         ...
 
 
@@ -120,13 +120,13 @@ class Asked(NamedTuple):
 
 
 def _asked(source: object) -> Sequence[Asked]:
-    """Return for whom the next job of a source is; nothing for sources of other models, which no client pays for."""
+    """Return for whom the next job of a job source is; nothing for those of other models, which no client pays for."""
     found: Sequence[Asked] = getattr(source, "asked", ())
     return found
 
 
 class JobSources:
-    """The sources of one host. Any thread may call the methods, but ``views`` and ``run`` are for the thread of the device."""
+    """The job sources of one host. Any thread may call them, but ``views`` and ``run`` are for the thread of the device."""
 
     def __init__(self) -> None:
         self._sources: dict[int, JobSource] = {}  # replaced and never changed, so that reading it needs no lock
@@ -134,10 +134,10 @@ class JobSources:
         self._is_closed = False
 
     def add(self, source: JobSource) -> None:
-        """Add a source.
+        """Add a job source.
 
         Raises:
-            ClosedError: the sources were closed.
+            ClosedError: the job sources were closed.
         """
         with self._lock:
             if self._is_closed:
@@ -145,7 +145,7 @@ class JobSources:
             self._sources = {**self._sources, source.id: source}
 
     def views(self, max_seconds: float | None = None) -> tuple[JobView, ...]:
-        """Return the next job of each source that has one. A source that fails is closed, with a warning.
+        """Return the next job of each job source that has one. One that fails is closed, with a warning.
 
         ``max_seconds``: as for ``next_job``.
         """
@@ -154,16 +154,16 @@ class JobSources:
 
     @property
     def has_jobs(self) -> bool:
-        """Whether a source may have a job."""
+        """Whether a job source may have a job."""
         return any(source.has_jobs for source in self._sources.values())
 
     @property
     def asked(self) -> list[Asked]:
-        """For whom the next job of each source uses the device, of those that serve clients of the daemon."""
+        """For whom the next job of each job source uses the device, of those that serve clients of the daemon."""
         return [each for source in self._sources.values() for each in _asked(source)]
 
     def owner_of(self, id: int) -> int:
-        """Return the client of the daemon that pays for the next job of a source; 0 without one."""
+        """Return the client of the daemon that pays for the next job of a job source; 0 without one."""
         return next((each.owner for each in _asked(self._sources.get(id))), 0)
 
     @property
@@ -172,20 +172,20 @@ class JobSources:
         return min((source.wait_seconds for source in self._sources.values() if source.has_jobs), default=0.0)
 
     def run(self, id: int, meanwhile: Callable[[], None] | None = None) -> int:
-        """Run the next job of a source, and return its number of parts. A source that fails is closed, with a warning."""
+        """Run the next job of a job source, and return its number of parts. One that fails is closed, with a warning."""
         source = self._sources.get(id)
         if source is None:
             return 0
         try:
             return source.run_next(meanwhile)
-        except BaseException as error:  # a bug of the source, which must not end the requests of the device
+        except BaseException as error:  # a bug of the job source, which must not end the requests of the device
             self._close_failed(source, error)
             return 0
 
     def _next_job(self, source: JobSource, max_seconds: float | None) -> JobView | None:
         try:
             return source.next_job(max_seconds)
-        except BaseException as error:  # a bug of the source, as above
+        except BaseException as error:  # a bug of the job source, as above
             self._close_failed(source, error)
             return None
 
@@ -195,17 +195,17 @@ class JobSources:
             warnings.warn(f"a source of jobs is closed, because it raised {error!r}", RuntimeWarning, stacklevel=3)
 
     def detach(self, source: JobSource) -> None:
-        """Begin no more jobs of a source."""
+        """Begin no more jobs of a job source."""
         with self._lock:
             self._sources = {id: other for id, other in self._sources.items() if other is not source}
 
     def remove(self, source: JobSource) -> None:
-        """Close a source."""
+        """Close a job source."""
         self.detach(source)
         source.close()
 
     def close(self) -> None:
-        """Close all sources; a second call does nothing, unless the first was interrupted."""
+        """Close all job sources; a second call does nothing, unless the first was interrupted."""
         with self._lock:
             self._is_closed = True
         for source in self._sources.values():

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from staticllm.system.threads import run_uninterrupted
 
 from ..costs.probe import Rests
-from .jobs import JobSource
 from .step_thread import StepThread
 from .steps import EngineSteps
 
@@ -20,10 +19,9 @@ class OwnThread(StepThread):
     """Makes the steps of an engine on a thread of its own, and measures a cost after each rest, while some are unknown."""
 
     def __init__(self, steps: EngineSteps) -> None:
-        super().__init__("staticllm-engine", steps.lock)
+        super().__init__("staticllm-engine", steps.core.jobs, steps.lock)
         self.rests = Rests()
         self._steps = steps
-        self._jobs = steps.core.jobs
         self._is_draining = False
         self._has_rested = False
         self._num_awaiting = 0  # callers that wait for costs
@@ -44,23 +42,6 @@ class OwnThread(StepThread):
             super().need()
             self._steps.has_news = True
 
-    def add_jobs(self, source: JobSource) -> None:
-        """As ``JobHost.add_jobs``."""
-        self.check_process()
-        self._jobs.add(source)
-        source.attach(self.need)
-        if source.has_jobs:
-            self.need()
-
-    def remove_jobs(self, source: JobSource) -> None:
-        """As ``JobHost.remove_jobs``."""
-        if self.is_ours:
-            self._jobs.remove(source)
-
-    def detach_jobs(self, source: JobSource) -> None:
-        """As ``JobHost.detach_jobs``."""
-        self._jobs.detach(source)
-
     @contextmanager
     def costs_awaited(self) -> Iterator[None]:
         """As ``StepHost.costs_awaited``."""
@@ -73,7 +54,7 @@ class OwnThread(StepThread):
             with self.lock:
                 self._num_awaiting -= 1
 
-    def close(self, drain: bool) -> None:
+    def close(self, drain: bool = False) -> None:
         """As ``StepHost.close``. On the thread itself it returns at once: the thread closes the core when it ends."""
         self._is_draining = drain
         if not self.end():

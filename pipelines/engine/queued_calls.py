@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 Meanwhile: TypeAlias = Callable[[], None] | None
 Call: TypeAlias = Callable[[range, Meanwhile], Result]
 """Runs some of its blocks, the next ones in their order, and returns a result after the last one; it counts only then."""
-_CLOSED = "the pipeline was closed before this part of a recording was heard"
+_CLOSED = "the pipeline was closed before this part of a recording was processed"
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from typing import Protocol
 from staticllm.errors import pipeline_closed
 from staticllm.system.threads import check_process
 
-from .jobs import JobHost, JobSource
+from .jobs import JobHost
 
 
 class OfOneProcess:
@@ -42,7 +42,7 @@ class OfOneProcess:
             raise pipeline_closed()
 
 
-class StepHost(Protocol):
+class StepHost(JobHost, Protocol):
     """Whose thread makes an engine's steps: ``OwnThread`` or ``HostedSteps``. Any thread may call."""
 
     is_closing: bool
@@ -59,7 +59,7 @@ class StepHost(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request has not ended, or a source that was added here may have a job."""
+        """Whether a request has not ended, or a job source that was added here may have a job."""
         ...
 
     def check_process(self) -> None:
@@ -74,22 +74,10 @@ class StepHost(Protocol):
         """
         ...
 
-    def add_jobs(self, source: JobSource) -> None:
-        """As ``JobHost.add_jobs``."""
-        ...
-
-    def remove_jobs(self, source: JobSource) -> None:
-        """As ``JobHost.remove_jobs``."""
-        ...
-
-    def detach_jobs(self, source: JobSource) -> None:
-        """As ``JobHost.detach_jobs``."""
-        ...
-
     def costs_awaited(self) -> AbstractContextManager[None]:
         """Measure costs in a block whatever else runs, because somebody waits for them."""
         ...
 
-    def close(self, drain: bool) -> None:
+    def close(self, drain: bool = False) -> None:
         """Make no more steps, and end what is left: with ``drain`` after all requests and jobs have ended, else at once."""
         ...

@@ -213,7 +213,7 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
             **(
                 {}
                 if config.cross_windows is None
-                else {"sources": "{1} of {0} frames".format(*config.cross_windows.frames)}
+                else {"windows": "{1} of {0} frames".format(*config.cross_windows.frames)}
             ),
         }
 

@@ -14,6 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Generic, cast
 
+import msgspec
 import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
@@ -36,7 +37,7 @@ from ...compiler_passes.artifacts.blob_set import (
     write_set,
 )
 from ...compiler_passes.artifacts.fingerprint import Fingerprint
-from ...compiler_passes.artifacts.manifest import Manifest, VariantFile, to_json
+from ...compiler_passes.artifacts.manifest import Manifest, VariantFile
 from ...compiler_passes.artifacts.measurements import CostsPlace
 from ...compiler_passes.artifacts.stored_chain import ChainFiles, export_part, import_part
 from ...compiler_passes.compiling.chain import CompiledChain
@@ -137,7 +138,7 @@ class SetPlace(Generic[V, S, R]):
             config=self.job.kind.choices(self.job),
             programs=options.layout,
             kv_type=options.kv_type or "",
-            shape=to_json(exported.programs.shape),
+            shape=msgspec.to_builtins(exported.programs.shape),
             properties={part: json_properties(values) for part, values in options.properties.items()},
             variants=tuple(VariantFile(variant, name) for variant, name in exported.files.items()),
             blobs={},

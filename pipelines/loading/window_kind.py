@@ -75,7 +75,7 @@ class WindowKind(OneWindowKind[CrossWindowShape, WindowRunner]):
 
     decoder_file: str = ""
     """The IR of that decoder, in the same directory. The job's config names the encoder's."""
-    name = "encoder of sources"
+    name = "encoder of windows"
     shape = CrossWindowShape
     runner_class = WindowRunner
 
@@ -110,7 +110,7 @@ class AlignmentKind(OneWindowKind[AlignmentShape, AlignmentRunner]):
     """Layer and head of each."""
     rows: int = 0
     """The most tokens of a text."""
-    name = "alignment of sources"
+    name = "alignment of windows"
     shape = AlignmentShape
     runner_class = AlignmentRunner
 

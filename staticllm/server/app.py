@@ -74,7 +74,6 @@ METRICS_TYPE = "text/plain; version=1.0.0; charset=utf-8"
 
 def create_app(state: ServerState) -> FastAPI:
     """Return the application of a server. Its models begin to load when it starts, and are unloaded when it ends."""
-
     sinks = make_sinks(state.settings)
 
     @contextlib.asynccontextmanager
@@ -90,47 +89,36 @@ def create_app(state: ServerState) -> FastAPI:
     app = FastAPI(
         title="staticllm", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=SCHEMA, redirect_slashes=False
     )
-    posts = (*POSTS, *(post for kind in served_kinds().values() for post in kind.posts()))
-    for path, kind, handler in posts:
-        app.add_api_route(
-            path,
-            endpoint(state, kind, handler),
-            methods=["POST"],
-            openapi_extra=_body_schema(kind),
-            response_model=None,
-        )
-    uploads = Uploads(state.settings.max_waiting)
-    for path, kind, handler in FORMS:
-        answer = form_endpoint(state, kind, handler, uploads)
-        app.add_api_route(path, answer, methods=["POST"], openapi_extra=_form_schema(kind), response_model=None)
-    gets = {**_gets(state), **catalog.gets(state), **ollama.gets(state)}
-    for path, answer in gets.items():
-        app.add_api_route(path, answer, methods=["GET"], response_model=None)
-    for path in ollama.REFUSED:
-        app.add_api_route(
-            path, ollama.refusal(state), methods=[*ollama.REFUSED_METHODS], response_model=None, include_in_schema=False
-        )
-    responses_paths = add_responses_routes(app, state, _body_schema(ResponsesRequest))
+    _add_posts(app, state)
+    _add_gets(app, state)
+    add_responses_routes(app, state, _body_schema(ResponsesRequest))
     add_page_files(app, state)
-    app.add_api_route(
-        SCHEDULER,
-        _scheduler(state),
-        methods=["GET"],
-        openapi_extra={"parameters": SCHEDULER_QUERY},
-        response_model=None,
-    )
     _add_heads(app)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
-    paths = [path for path, *_ in (*posts, *FORMS)] + [
-        *gets,
-        SCHEMA,
-        *ollama.REFUSED,
-        *responses_paths,
-        *ASSETS,
-        SCHEDULER,
-    ]
-    _add_layers(app, state, sinks, paths)
+    _add_layers(app, state, sinks)
     return app
+
+
+def _add_posts(app: FastAPI, state: ServerState) -> None:
+    """Add the endpoints that take JSON or a form, and those that refuse to change models."""
+    uploads = Uploads(state.settings.max_waiting)
+    posts = (*POSTS, *(post for kind in served_kinds().values() for post in kind.posts()))
+    for path, answer, schema in (
+        *((path, endpoint(state, kind, handler), _body_schema(kind)) for path, kind, handler in posts),
+        *((path, form_endpoint(state, kind, handler, uploads), _form_schema(kind)) for path, kind, handler in FORMS),
+    ):
+        app.add_api_route(path, answer, methods=["POST"], openapi_extra=schema, response_model=None)
+    refusal = ollama.refusal(state)
+    methods = [*ollama.REFUSED_METHODS]
+    for path in ollama.REFUSED:
+        app.add_api_route(path, refusal, methods=methods, response_model=None, include_in_schema=False)
+
+
+def _add_gets(app: FastAPI, state: ServerState) -> None:
+    for path, answer in {**_gets(state), **catalog.gets(state), **ollama.gets(state)}.items():
+        app.add_api_route(path, answer, methods=["GET"], response_model=None)
+    parameters = {"parameters": SCHEDULER_QUERY}
+    app.add_api_route(SCHEDULER, _scheduler(state), methods=["GET"], openapi_extra=parameters, response_model=None)
 
 
 def make_sinks(settings: ServerSettings) -> list[Sink]:
@@ -152,7 +140,7 @@ def make_sinks(settings: ServerSettings) -> list[Sink]:
     return sinks
 
 
-def _add_layers(app: FastAPI, state: ServerState, sinks: Sequence[Sink], paths: Sequence[str]) -> None:
+def _add_layers(app: FastAPI, state: ServerState, sinks: Sequence[Sink]) -> None:
     """Add what every request passes, and count what is refused there."""
 
     def refused(error: ApiError) -> None:
@@ -171,6 +159,7 @@ def _add_layers(app: FastAPI, state: ServerState, sinks: Sequence[Sink], paths: 
     )
     app.add_middleware(Preflights, origins=origins, on_refusal=refused)
     app.add_middleware(TelemetryMiddleware, sinks=sinks)
+    paths = {route.path for route in app.routes if isinstance(route, Route)}
     app.add_middleware(PathMiddleware, paths=paths)
 
 

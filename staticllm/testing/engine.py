@@ -82,7 +82,7 @@ class _CallersThread(OwnThread):
         self.check_open()
         self._steps.has_news = True
 
-    def close(self, drain: bool) -> None:
+    def close(self, drain: bool = False) -> None:
         """As ``StepHost.close``."""
         self._is_draining = drain
         self.is_closing = True

@@ -32,7 +32,7 @@ SHAPE = {
     "masks": [{"window": None, "table": "", "first_seen": []}],
     "vocab_size": 100, "position_rank": 2, "position_copies": 1, "is_packable": True, "has_distances": False,
     "recurrent_states": [], "max_rows": None, "num_adapters": 0, "adapted": [], "adapter_type": "f32",
-    "cross_states": [], "source_len": 0, "num_sources": 0, "rope_limits": [], "page_size": 0,
+    "cross_states": [], "cross_window_len": 0, "num_cross_windows": 0, "rope_limits": [], "page_size": 0,
 }  # fmt: skip
 KEY = b"0123456789abcdef"
 EXACT = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}

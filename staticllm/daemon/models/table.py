@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class WantedModel(Protocol):
-    """What a client wants compiled: ``ModelOrigin`` or ``LanguageOrigin``."""
+    """What a client wants compiled: ``ModelOrigin``, ``LanguageOrigin`` or ``SpeechOrigin``."""
 
     @property
     def xml(self) -> Path: ...

@@ -31,8 +31,8 @@ Query = Mapping[str, str]
 Find = Callable[[ResponseStore, str, str, Query], dict[str, Any]]
 
 
-def add_responses_routes(app: FastAPI, state: ServerState, body_schema: dict[str, Any]) -> list[str]:
-    """Add the routes to an application, and return their paths. ``body_schema`` describes the body for OpenAPI."""
+def add_responses_routes(app: FastAPI, state: ServerState, body_schema: dict[str, Any]) -> None:
+    """Add the routes to an application. ``body_schema`` describes the body for OpenAPI."""
     store = ResponseStore()
     handler = partial(create, store)
     handler.__name__ = "create_response"  # type: ignore[attr-defined]
@@ -57,7 +57,6 @@ def add_responses_routes(app: FastAPI, state: ServerState, body_schema: dict[str
             openapi_extra={"parameters": [_ID, *(_PAGE if find is _input_items else [])]},
             name=f"{method.lower()}_response{path.removeprefix(stored).replace('/', '_')}",
         )
-    return [PATH]
 
 
 def _answer(state: ServerState, store: ResponseStore, find: Find) -> Answer:

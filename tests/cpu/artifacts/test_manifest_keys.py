@@ -3,6 +3,7 @@
 import copy
 import random
 from collections import defaultdict
+from dataclasses import asdict
 
 import pytest
 from support.encoders.encoder_directories import a_directory
@@ -12,6 +13,7 @@ from staticllm import BlobError, StaticEmbeddingPipeline, StaticLLMPipeline, dem
 from staticllm.compiler_passes.artifacts.blob_set import MANIFEST
 from staticllm.compiler_passes.artifacts.fingerprint import bytes_digest
 from staticllm.compiler_passes.artifacts.manifest import (
+    SCHEMA,
     ManifestError,
     _canonical,
     _framed,
@@ -19,7 +21,6 @@ from staticllm.compiler_passes.artifacts.manifest import (
     cost_to_json,
     decode,
     stored,
-    to_json,
 )
 from staticllm.core import CrossWindowShape, CrossWindowVariant
 
@@ -126,17 +127,28 @@ def test_a_manifest_without_a_part_is_refused(decoder_set, part):
         (decoder_set / MANIFEST).write_bytes(whole)
 
 
-def test_sets_of_speech_keep_the_names_of_their_fields():
+@pytest.mark.parametrize("schema", [SCHEMA - 1, SCHEMA + 1, 0, "9", None, [SCHEMA]])
+def test_a_set_of_another_schema_is_refused(decoder_set, schema):
+    """Whatever its fields are called: those of the older schema had other names."""
+    whole = (decoder_set / MANIFEST).read_bytes()
+    forge(decoder_set, lambda content: content.update(schema=schema))
+    try:
+        with pytest.raises(BlobError, match=f"this version reads {SCHEMA}; export the set again") as error:
+            a_decoder(decoder_set)
+        assert f"has schema {schema}, " in one_line(error)
+    finally:
+        (decoder_set / MANIFEST).write_bytes(whole)
+
+
+def test_shapes_and_variants_have_their_own_names_in_sets():
     shape = CrossWindowShape(bands=4, columns=20, cross_window_len=5, states=())
     variant = CrossWindowVariant(2)
-    assert to_json(shape) == {"bands": 4, "columns": 20, "source_len": 5, "states": ()}
-    assert cost_to_json(variant, 0.5) == {"sources": 2, "seconds": 0.5}
-    assert stored(CrossWindowShape, {**to_json(shape), "states": []}) == shape
+    assert stored(CrossWindowShape, {**asdict(shape), "states": []}) == shape
     assert cost_from_json(cost_to_json(variant, 0.5), CrossWindowVariant) == (variant, 0.5)
-    for kind, content in (
-        (CrossWindowShape, {"bands": 4, "columns": 20, "cross_window_len": 5, "states": []}),
-        (CrossWindowVariant, {"cross_windows": 2}),
-        (CrossWindowVariant, {"sources": 2, "cross_windows": 2}),
+    for kind, content, field in (
+        (CrossWindowShape, {"bands": 4, "columns": 20, "source_len": 5, "states": []}, "cross_window_len"),
+        (CrossWindowVariant, {"sources": 2}, "cross_windows"),
+        (CrossWindowVariant, {"sources": 2, "cross_windows": 2}, "sources"),
     ):
-        with pytest.raises(ValueError, match=r"the field 'cross_window.* is unknown or missing"):
+        with pytest.raises(ValueError, match=f"the field '{field}' is unknown or missing"):
             stored(kind, content)

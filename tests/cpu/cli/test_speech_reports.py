@@ -37,12 +37,12 @@ def json_of(*arguments):
 def test_inspect_and_plan_describe_each_part(directory):
     found = json_of("inspect", directory)
     assert list(found) == PARTS
-    assert [part["kind"] for part in found.values()] == ["encoder of sources", "decoder"]
+    assert [part["kind"] for part in found.values()] == ["encoder of windows", "decoder"]
     assert found["decoder_model"]["num_states"] == 4
     text = command_line.in_here("plan", directory).stdout
     assert "== encoder_model" in text and "== decoder_model" in text and "it fits" in text
     measured = command_line.in_here("plan", directory, "--measured").stdout
-    assert "encode[1 source]" in measured and "tokens/s" not in measured.split("== decoder_model")[0]
+    assert "encode[1 window]" in measured and "tokens/s" not in measured.split("== decoder_model")[0]
 
 
 def test_verify_compares_a_text_about_a_window_with_the_original(directory, tmp_path):
