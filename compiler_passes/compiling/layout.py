@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from staticllm.config import StaticLLMConfig
 from staticllm.core import KV_TYPE_BYTES, KVType, Part, ProgramLayout, ProgramMode, mode_of
 from staticllm.devices import default_mode, kind, with_exact_f32
 from staticllm.errors import ConfigError
-from staticllm.model_dir import kv_shapes, model_widths, weights_size
+from staticllm.model_dir import DECODER_POSITIONS, kv_shapes, max_positions, model_widths, weights_size
 from staticllm.model_paths.path_kind import MODEL_XML
 
 SMALL_WEIGHTS, LARGE_WEIGHTS = 256 << 20, 1 << 30
@@ -37,6 +39,12 @@ Without the second, squares that are not part of a norm overflow: f16 holds thos
 recognises is one operation in any case (docs/npu.md).
 """
 MAX_KV_SLOTS = 1 << 24
+LENGTH_FIELDS = frozenset({"max_prompt_len", "prefill_kv_lens", "generate_kv_lens", "prefill_rows"})
+"""Fields that limit a sequence, or say which sizes programs have."""
+ARENA_SHARE, POOL_SHARE = 1 / 3, 1 / 6
+"""Of the free memory: what the KV slots of one model may take, in the arena and in the host pool."""
+DEFAULT_POSITIONS, MAX_SEQUENCE = 32768, 1 << 17
+"""Positions of a model that does not say how many it has; the longest sequence without ``MAX_PROMPT_LEN``."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +172,44 @@ def with_kv_slots(config: StaticLLMConfig, directory: Path, kv_type: KVType) -> 
     num_slots = int(config.kv_cache_gb * 1e9) // num_bytes if num_bytes else 0
     kv_slots = min(max(num_slots, config.max_seq_len), MAX_KV_SLOTS)
     return replace(config, kv_cache_gb=None, kv_slots=kv_slots)
+
+
+def with_own_lengths(
+    device: str, directory: Path, config: StaticLLMConfig, kv_type: KVType, given: Collection[str]
+) -> StaticLLMConfig:
+    """Return the config for sequences as long as the model can have them, and memory holds, unless lengths are ``given``.
+
+    Only where the programs of a longer sequence are no others: on a CPU, if no blobs are made. KV slots enter memory when they
+    are first written, so that short conversations take no more than before. Arena and host pool may take ``ARENA_SHARE`` and
+    ``POOL_SHARE`` of the memory that is free, or of what ``MEMORY_LIMIT_MB`` leaves.
+    """
+    has_blobs = config.export_blob or config.blob_path is not None or config.cross_windows is not None
+    if (
+        kind(device) != "CPU"
+        or has_blobs
+        or program_mode(device, config) == "separate"
+        or not LENGTH_FIELDS.isdisjoint(given)
+    ):
+        return config
+    num_bytes = slot_bytes(directory, kv_type, config.model_file)
+    if not num_bytes:
+        return config
+    free = psutil.virtual_memory().available
+    if config.memory_limit_mb is not None:
+        needs = memory_needs(directory, replace(config, kv_slots=1, host_kv_slots=0), kv_type)
+        free = min(free, config.memory_limit_mb * 10**6 - needs.of("shared"))
+    positions = max_positions(directory, DECODER_POSITIONS) or DEFAULT_POSITIONS
+    most = config.kv_slots or max(int(free * ARENA_SHARE) // num_bytes, 0)
+    longest = min(positions, most, MAX_SEQUENCE)
+    if longest <= config.max_seq_len:
+        return config
+    pool = min(max(config.num_host_slots, longest), max(int(free * POOL_SHARE) // num_bytes, config.max_seq_len))
+    return replace(
+        config,
+        max_prompt_len=longest - config.min_response_len,
+        kv_slots=min(most, config.num_seqs("shared") * longest, MAX_KV_SLOTS),
+        host_kv_slots=pool if config.host_kv_slots is None else config.host_kv_slots,
+    )
 
 
 def slot_bytes(directory: Path, kv_type: KVType, model_file: str = MODEL_XML) -> int:

@@ -36,6 +36,7 @@ from ...compiler_passes.compiling.layout import (
     program_mode,
     with_host_slots,
     with_kv_slots,
+    with_own_lengths,
 )
 from ...compiler_passes.compiling.variants import choose_variants, first_to_serve
 from ...compiler_passes.decoder import decoder_passes, with_adapters
@@ -375,9 +376,10 @@ def job_of(
     core = get_core()
     name = check(get_core(), device)
     kv_type = config.kv_cache_precision or default_kv_type(core, name, *phase_properties(name, config).values())
-    resolved = with_host_slots(name, directory, with_kv_slots(config, directory, kv_type), kv_type)
     given = frozenset(config.non_default if explicit is None else explicit)
     given |= {"kv_slots"} if config.kv_cache_gb else set()
+    resolved = with_own_lengths(name, directory, with_kv_slots(config, directory, kv_type), kv_type, given)
+    resolved = with_host_slots(name, directory, resolved, kv_type)
     return LoadJob(DecoderKind(), directory, name, resolved, on_progress, given)
 
 

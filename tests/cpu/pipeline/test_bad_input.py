@@ -303,7 +303,7 @@ def test_a_bad_default_config_keeps_the_old_one(pipe):
 # -- streamers and threads
 
 
-@pytest.mark.parametrize("moment", ["slots.extend", "arena.write"])
+@pytest.mark.parametrize("moment", ["slots.extend"])
 def test_an_exception_inside_a_commit_loses_no_slot(pipe, moment, monkeypatch):
     """The exception leaves slots allocated but not owned, or owned but not freed; the engine must repair this."""
     pipe.generate(np.arange(5, 40), max_new_tokens=3)
