@@ -42,8 +42,6 @@ QUESTIONS, QUESTION, ANSWER = 5, 40, 64
 TURN, REPLY, CONVERSATION = 400, 100, 8000
 RATE = "tokens_per_second"
 """The one figure of which more is better; its rows begin with what ``bench_figures`` takes for a rate."""
-ROOM = 512
-"""Tokens after the longest prompt for which ours is loaded."""
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ours": ("ours", {}),
     "genai": ("genai", {}),
@@ -116,13 +114,11 @@ class LengthsWorker(Worker):
     script = __file__
 
 
-def start(name: str, stack: ExitStack, model: str, longest: int) -> Worker:
-    """Load a peer for prompts of ``longest`` tokens; only ours must know that."""
+def start(name: str, stack: ExitStack, model: str) -> Worker:
+    """Load a peer, as it is by default."""
     kind, properties = PEERS[name]
-    is_bounded = kind == "ours" and longest > 1000
-    lengths: dict[str, Any] = {"MAX_PROMPT_LEN": longest, "MIN_RESPONSE_LEN": ROOM} if is_bounded else {}
     print(f"loading {name} …", file=sys.stderr)
-    return stack.enter_context(LengthsWorker(kind, model, **properties, **lengths))
+    return stack.enter_context(LengthsWorker(kind, model, **properties))
 
 
 def in_turns(workers: dict[str, Worker], rounds: int) -> Iterator[tuple[int, str, Worker]]:
@@ -136,7 +132,7 @@ def in_turns(workers: dict[str, Worker], rounds: int) -> Iterator[tuple[int, str
 def one(figures: Figures, options: argparse.Namespace) -> None:
     for length in options.lengths or ONE:
         with ExitStack() as stack:
-            workers = {name: start(name, stack, options.path, length) for name in options.peers}
+            workers = {name: start(name, stack, options.path) for name in options.peers}
             for worker in workers.values():
                 worker.do("rest")
             for seed, name, worker in in_turns(workers, options.rounds):
@@ -150,7 +146,7 @@ def clients(figures: Figures, options: argparse.Namespace) -> None:
     names = [name for name in options.peers if PEERS[name][0] != "genai"]  # that one serves one request after another
     for length in options.lengths or (64, 900, 4000):
         with ExitStack() as stack:
-            workers = {name: start(name, stack, options.path, length) for name in names}
+            workers = {name: start(name, stack, options.path) for name in names}
             for worker in workers.values():
                 worker.do("rest")
             for every in (0.0, options.every):
@@ -166,7 +162,7 @@ def clients(figures: Figures, options: argparse.Namespace) -> None:
 def first_questions(figures: Figures, options: argparse.Namespace) -> None:
     for seed, name in ((seed, name) for seed in range(options.rounds) for name in options.peers):
         with ExitStack() as stack:
-            worker = start(name, stack, options.gguf or options.path, QUESTION)
+            worker = start(name, stack, options.gguf or options.path)
             figures.add("load_s", name, worker.load["seconds"])
             for number in range(QUESTIONS):
                 timed = worker.do("answer", length=QUESTION, seed=100 * seed + number, count=ANSWER)
@@ -176,7 +172,7 @@ def first_questions(figures: Figures, options: argparse.Namespace) -> None:
 
 def chat(figures: Figures, options: argparse.Namespace) -> None:
     with ExitStack() as stack:
-        workers = {name: start(name, stack, options.path, CONVERSATION) for name in options.peers}
+        workers = {name: start(name, stack, options.path) for name in options.peers}
         for worker in workers.values():
             worker.do("rest")
         for seed, name, worker in in_turns(workers, max(1, options.rounds // 2)):
