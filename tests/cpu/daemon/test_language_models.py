@@ -32,6 +32,7 @@ from staticllm.pipelines.scheduling.interface import TokenBound
 from staticllm.wire.messages import Kind, Message
 from tests.support.attach.daemons import daemon_process, daemon_thread, wait_for
 from tests.support.helpers import EXACT
+from tests.support.inside import engine_of
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -229,7 +230,7 @@ def test_a_snapshot_is_written_and_read_by_the_daemon(daemon, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "leave", [StaticLLMPipeline.close, lambda pipe: pipe._engine._connection.ask(Message(Kind.RELEASE))]
+    "leave", [StaticLLMPipeline.close, lambda pipe: engine_of(pipe)._connection.ask(Message(Kind.RELEASE))]
 )
 def test_a_kept_conversation_is_claimed_in_the_daemon_by_session_and_program(daemon, leave):
     with load(daemon=True) as first, load(daemon=True) as second:
@@ -263,7 +264,7 @@ def test_a_kept_conversation_is_claimed_in_the_daemon_by_session_and_program(dae
 def test_a_wrong_claim_is_refused_and_harms_no_engine(daemon, expected, body):
     with load(daemon=True) as pipe, load(daemon=True) as rude:
         with pytest.raises(StaticLLMError):
-            rude._engine._connection.ask(Message(Kind.CLAIM, body=body))
+            engine_of(rude)._connection.ask(Message(Kind.CLAIM, body=body))
         assert pipe.generate(PROMPT, max_new_tokens=24) == expected["greedy"]
 
 
@@ -272,7 +273,7 @@ def test_the_next_requests_after_a_kill_start_one_daemon(monkeypatch, tmp_path, 
         pipe = load(daemon=True)
         process.kill()
         process.wait()
-        wait_for(lambda: not pipe._engine.is_connected)
+        wait_for(lambda: not engine_of(pipe).is_connected)
     with pytest.raises(ProcessLostError, match="has ended"):
         pipe.stats()
     try:
