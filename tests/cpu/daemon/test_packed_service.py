@@ -187,11 +187,11 @@ def test_the_priority_of_an_idle_program_does_not_raise_the_step_of_another(daem
         ]
         for number, thread in enumerate(threads, 1):
             thread.start()
-            wait_for(lambda number=number: len(scheduler._waiting) == number)
+            wait_for(lambda number=number: len(scheduler.waiting) == number)
         assert idle.ask(Kind.HINT, priority=100 + 100).kind is Kind.OK
-        priorities = sorted(each.priority for each in scheduler._waiting)
+        priorities = sorted(each.priority for each in scheduler.waiting)
         scheduler.release(held, 0.001)
-        is_first = third in scheduler._running
+        is_first = third in scheduler.running
         wait_for(lambda: third.is_granted)
         scheduler.release(third, 0.001)
         for thread in threads:
