@@ -255,7 +255,7 @@ def test_a_window_that_is_released_ends_its_requests(liar):
 
 
 def test_windows_that_are_released_while_they_are_encoded_are_answered(liar, daemon):
-    runner, goes_on = model_of(daemon)._windows._runner, threading.Event()
+    runner, goes_on = model_of(daemon).windows.runner, threading.Event()
     encode = runner.run_blocks
     runner.run_blocks = lambda *rest: (goes_on.wait(SECONDS), encode(*rest))[1]
     try:
