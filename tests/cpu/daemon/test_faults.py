@@ -172,7 +172,7 @@ def test_requests_with_wrong_fields_are_refused(daemon, change):
         engine = engine_of(pipe)
         question = Message(Kind.SUBMIT, number=77, body={"request": values})
         with pytest.raises(staticllm.StaticLLMError) as raised:
-            engine._connection.ask(question)
+            engine.connection.ask(question)
         assert "\n" not in str(raised.value)
         assert len(pipe.generate("Hi", max_new_tokens=4)) > 0
 
@@ -232,7 +232,7 @@ def test_a_model_that_cannot_be_dropped_keeps_no_daemon(monkeypatch, tmp_path, p
         if what == "drop_idle":
             change.undo()
         client.close()
-        wait_for(daemon._is_stopping.is_set)
+        wait_for(daemon.is_stopping.is_set)
 
 
 def test_a_daemon_that_nobody_uses_ends_and_there_is_only_one(monkeypatch, tmp_path):

@@ -272,9 +272,9 @@ def resources(daemon):
     gc.collect()  # a compiled model in a cycle holds its mapped weights file
     process = psutil.Process()
     counts = {
-        "sessions": len(daemon._sessions), "connections": len(daemon._connections), "models": len(daemon.models.served()),
+        "sessions": len(daemon.sessions), "connections": len(daemon.connections), "models": len(daemon.models.served()),
         "usages": len(daemon.devices._usages), "handles": process.num_fds() if hasattr(process, "num_fds") else 0,
-        "blocks": sum(each._block_bytes for each in tuple(daemon._sessions.values())),
+        "blocks": sum(each._block_bytes for each in tuple(daemon.sessions.values())),
     }  # fmt: skip
     for thread in threading.enumerate():
         counts[thread.name.split("-")[0] + thread.name[-12:].rstrip("0123456789 ()_-")] = 0
@@ -293,8 +293,8 @@ def exceeding(found, before):
 
 
 def wait_for_rest(daemon, num_clients):
-    wait_for(lambda: len(daemon._sessions) == num_clients and len(daemon.models.served()) == 2, 60)
-    wait_for(lambda: len(daemon._connections) == 3, 60)
+    wait_for(lambda: len(daemon.sessions) == num_clients and len(daemon.models.served()) == 2, 60)
+    wait_for(lambda: len(daemon.connections) == 3, 60)
     return resources(daemon)
 
 

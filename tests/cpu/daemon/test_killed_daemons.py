@@ -75,9 +75,9 @@ def kill(folder):
 def begin(pipe, **options):
     """Submit a request, and wait until some of it was delivered, or for beams until it runs; return its handle."""
     handle = pipe.submit(PROMPT, **options)
-    live = engine_of(pipe)._live[handle.request_id]
+    live = engine_of(pipe).live[handle.request_id]
     if "num_beams" not in options:
-        wait_for(lambda: live.is_over or min(map(len, live._delivered)) >= 5, SECONDS)
+        wait_for(lambda: live.is_over or min(map(len, live.delivered)) >= 5, SECONDS)
     return handle
 
 
@@ -101,7 +101,7 @@ def test_a_killed_daemon_does_not_change_an_answer(monkeypatch, tmp_path, here):
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
         assert any(found.logprobs)
         assert lifetime.status(folder)["pid"] != killed
-        assert not engine_of(pipe)._live
+        assert not engine_of(pipe).live
 
 
 def test_requests_of_all_kinds_and_a_streamer_survive_together(monkeypatch, tmp_path, here):
@@ -143,7 +143,7 @@ def test_a_request_that_is_lost_twice_ends_with_one_line(monkeypatch, tmp_path, 
         one_line(caught)
         assert len(set(pids)) == 2
         assert pipe.generate(PROMPT, **LONG) == here.generate(PROMPT, **LONG)
-        assert not engine_of(pipe)._live
+        assert not engine_of(pipe).live
 
 
 @contextlib.contextmanager
@@ -183,11 +183,11 @@ def test_cancel_and_deadline_end_a_request_while_a_daemon_starts(monkeypatch, tm
         assert late.output(15).finish_reason == "deadline"
         engine_of(pipe).cancel(second.request_id, 1)
         wait_for(
-            lambda: second._reader._queue.get(0) is not None and not engine_of(pipe)._live[second.request_id].is_over,
+            lambda: second._reader._queue.get(0) is not None and not engine_of(pipe).live[second.request_id].is_over,
             10,
         )
         second.cancel()
-        wait_for(lambda: not engine_of(pipe)._live, 10)
+        wait_for(lambda: not engine_of(pipe).live, 10)
 
 
 def test_a_deleted_handle_and_a_close_end_requests_while_a_daemon_starts(monkeypatch, tmp_path):
@@ -197,7 +197,7 @@ def test_a_deleted_handle_and_a_close_end_requests_while_a_daemon_starts(monkeyp
         kill(folder)
         wait_for_start(tmp_path)
         number = handles.pop().request_id  # deleted
-        wait_for(lambda: number not in engine_of(pipe)._live, 10)
+        wait_for(lambda: number not in engine_of(pipe).live, 10)
         start = time.monotonic()
         pipe.close()
         assert time.monotonic() - start < 15, "it waited for the start of the daemon"

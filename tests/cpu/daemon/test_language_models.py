@@ -230,7 +230,7 @@ def test_a_snapshot_is_written_and_read_by_the_daemon(daemon, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "leave", [StaticLLMPipeline.close, lambda pipe: engine_of(pipe)._connection.ask(Message(Kind.RELEASE))]
+    "leave", [StaticLLMPipeline.close, lambda pipe: engine_of(pipe).connection.ask(Message(Kind.RELEASE))]
 )
 def test_a_kept_conversation_is_claimed_in_the_daemon_by_session_and_program(daemon, leave):
     with load(daemon=True) as first, load(daemon=True) as second:
@@ -264,7 +264,7 @@ def test_a_kept_conversation_is_claimed_in_the_daemon_by_session_and_program(dae
 def test_a_wrong_claim_is_refused_and_harms_no_engine(daemon, expected, body):
     with load(daemon=True) as pipe, load(daemon=True) as rude:
         with pytest.raises(StaticLLMError):
-            engine_of(rude)._connection.ask(Message(Kind.CLAIM, body=body))
+            engine_of(rude).connection.ask(Message(Kind.CLAIM, body=body))
         assert pipe.generate(PROMPT, max_new_tokens=24) == expected["greedy"]
 
 
@@ -370,7 +370,7 @@ def test_a_program_of_higher_priority_goes_first(daemon, monkeypatch):
 def test_a_priority_that_changes_while_a_request_is_submitted_counts_for_it(daemon, monkeypatch):
     with load(daemon=True) as pipe:
         ((_, model),) = daemon.models.served()
-        (session,) = daemon._sessions.values()
+        (session,) = daemon.sessions.values()
         submit = model.engine.submit
 
         def submit_slowly(*given):

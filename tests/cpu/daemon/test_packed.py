@@ -218,7 +218,7 @@ def together(model, inputs, programs):
 
     model.engine.call_soon(gate.wait)
     threads = [threading.Thread(target=run, args=(index,)) for index in range(len(programs))]
-    waiting = model.engine.steps.callbacks._waiting
+    waiting = model.engine.steps.callbacks
     while waiting:
         time.sleep(0.001)  # until the engine is held
     for thread, program in zip(threads, programs, strict=True):

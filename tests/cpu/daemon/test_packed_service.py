@@ -134,7 +134,7 @@ def test_tokens_that_wait_together_share_a_call(daemon, native, path):
         ]
         for thread in threads:
             thread.start()
-        wait_for(lambda: len(engine.steps.callbacks._waiting) == 2)
+        wait_for(lambda: len(engine.steps.callbacks) == 2)
         gate.set()
         for thread in threads:
             thread.join()
@@ -158,7 +158,7 @@ def test_a_priority_that_changes_reaches_the_sequences_and_the_device(daemon, na
         engine, scheduler = daemon.models.served()[0][1].engine, daemon.devices.scheduler("CPU")
         asked, take = [], scheduler.acquire
         monkeypatch.setattr(scheduler, "acquire", lambda ask: (asked.append(ask), take(ask))[1])
-        (session,) = daemon._sessions.values()
+        (session,) = daemon.sessions.values()
         with client.request(handle) as request:
             request.infer(*call_of(native, PROMPT, 0))
             asks = [ask for ask in asked if ask.payers]
@@ -224,7 +224,7 @@ def test_a_priority_counts_for_all_clients_of_a_process(daemon):
     """Attached programs have a client for each pipeline of GenAI, and say a priority only once."""
     with RawClient() as client, RawClient(), RawClient(program="other"):
         assert client.ask(Kind.HINT, priority=100 + 7).kind is Kind.OK
-        assert sorted(session.priority for session in daemon._sessions.values()) == [0, 7, 7]
+        assert sorted(session.priority for session in daemon.sessions.values()) == [0, 7, 7]
 
 
 def test_the_call_of_a_program_that_dies_runs_no_further(daemon, native, path):
@@ -236,11 +236,11 @@ def test_the_call_of_a_program_that_dies_runs_no_further(daemon, native, path):
     wait_for(lambda: not engine.steps.callbacks)
     before = engine.stats().num_steps
     request.channel.send_tensors(Message(Kind.INFER), call_of(native, PROMPT, 0), range(len(names_of(native))))
-    wait_for(lambda: len(engine.steps.callbacks._waiting) == 2)  # a sequence and its feed
+    wait_for(lambda: len(engine.steps.callbacks) == 2)  # a sequence and its feed
     client.close()
     wait_for(lambda: not slot.num_users)
     gate.set()
-    wait_for(lambda: not daemon._connections)
+    wait_for(lambda: not daemon.connections)
     assert engine.stats().num_steps == before
     assert not engine.core.requests
     assert not engine.steps.callbacks

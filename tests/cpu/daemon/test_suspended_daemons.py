@@ -160,8 +160,8 @@ def answering(monkeypatch, tmp_path):
     monkeypatch.setattr(endpoint, "PROBE_SECONDS", 0.2)
     with daemon_process(monkeypatch, tmp_path / "run") as daemon, load(daemon=True) as pipe:
         handle = pipe.submit(PROMPT, **LONG)
-        live = engine_of(pipe)._live[handle.request_id]
-        wait_for(lambda: live.is_over or live._delivered[0], SECONDS)
+        live = engine_of(pipe).live[handle.request_id]
+        wait_for(lambda: live.is_over or live.delivered[0], SECONDS)
         yield daemon, pipe, handle, live
 
 
