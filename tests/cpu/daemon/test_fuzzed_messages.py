@@ -196,7 +196,7 @@ def attack(rng, bodies, mode, plain_model, count):
             while count > 0:
                 count -= 1
                 data = fuzzed(rng, rng.choice(messages))
-                target.channel._connection.send_bytes(data)
+                target.channel.connection.send_bytes(data)
                 if is_quiet(data):
                     continue
                 if not target.channel.poll(0.5):  # it may wait for a part of the message that never comes
@@ -302,9 +302,9 @@ def test_the_daemon_takes_no_memory_from_a_client(monkeypatch, tmp_path, plain_m
     """A client could make it shorter later, and reading it would end the daemon."""
     with daemon_thread(monkeypatch, tmp_path / "run"), RawClient() as client, RawClient() as bad:
         block = Block.create(1 << 16)
-        bad.channel._connection.send_bytes(encode(Message(Kind.PING, flags=BLOCK, body={"block_size": 1 << 16})))
+        bad.channel.connection.send_bytes(encode(Message(Kind.PING, flags=BLOCK, body={"block_size": 1 << 16})))
         with contextlib.suppress(OSError):
-            block.send(bad.channel._connection)
+            block.send(bad.channel.connection)
         answer = bad.channel.receive()
         assert answer.kind is Kind.REFUSED
         assert "memory" in answer.body["reason"]

@@ -105,12 +105,12 @@ def test_a_client_that_does_not_read_loses_its_requests(blocked):
 
 def test_a_bad_frame_of_a_client_that_does_not_read_frees_all(blocked):
     thread = serve(blocked)
-    blocked.client._connection.send_bytes(b"no message")
+    blocked.client.connection.send_bytes(b"no message")
     thread.join(SECONDS)
     assert not thread.is_alive()
     assert not blocked.stream._thread.is_alive()
     assert len(blocked.engine.cancelled) == 2
-    assert blocked.ours._connection.closed
+    assert blocked.ours.connection.closed
 
 
 def test_a_client_that_only_stops_sending_frees_all(blocked):
@@ -126,7 +126,7 @@ def test_a_client_that_only_stops_sending_frees_all(blocked):
 def test_the_answer_to_a_bad_frame_does_not_lie_in_another_frame(blocked, monkeypatch):
     monkeypatch.setattr(connection, "REFUSE_SECONDS", SECONDS, raising=False)
     thread = serve(blocked)
-    blocked.client._connection.send_bytes(b"no message")
+    blocked.client.connection.send_bytes(b"no message")
     wait_for(lambda: len(blocked.engine.cancelled) == 2)
     kinds = []
     with pytest.raises(EOFError):
