@@ -24,3 +24,8 @@ def speech_of(pipe):
 def driver_of(pipe):
     """Return the queue of a pipeline for embeddings or ranks, whatever serves it."""
     return pipe._driver
+
+
+def reader_of(handle):
+    """Return what a handle reads its outputs with."""
+    return handle._reader

@@ -113,11 +113,11 @@ def test_a_client_that_floods_without_reading_is_cut_and_others_go_on(daemon):
         alone = str(pipe.generate("Hi", max_new_tokens=16))
         rude = RawClient()
         engine = engine_of(pipe)
-        from staticllm.pipelines.daemon_client.remote_launch import _plain
+        from staticllm.pipelines.daemon_client.remote_launch import plain_config
         from staticllm.pipelines.launch.arguments import resolve_candidates
 
         (candidate,) = resolve_candidates("CPU", None, options)
-        body = {"device": "CPU", "config": _plain(candidate.config), "explicit": sorted(candidate.explicit)}
+        body = {"device": "CPU", "config": plain_config(candidate.config), "explicit": sorted(candidate.explicit)}
         answer = rude.ask(Kind.MODEL, directory=str(staticllm.demo_model_path()), candidates=[body])
         assert answer.kind is Kind.OK, answer.body
         values = {

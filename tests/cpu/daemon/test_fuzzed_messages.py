@@ -20,7 +20,7 @@ from support.models.whisper_directory import write_whisper
 
 import staticllm
 from staticllm.daemon.process import daemon as process
-from staticllm.pipelines.daemon_client.remote_launch import _plain
+from staticllm.pipelines.daemon_client.remote_launch import plain_config
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.speech_rules import SpeechRules, TimestampParams
 from staticllm.pipelines.launch.arguments import resolve_candidates
@@ -64,10 +64,10 @@ class Bodies:
         self._model = {"path": str(plain_model), "device": "CPU", "config": {}, "mode": "auto"}
         self._names = names
         (candidate,) = resolve_candidates("CPU", None, LANGUAGE)
-        body = {"device": "CPU", "config": _plain(candidate.config), "explicit": sorted(candidate.explicit)}
+        body = {"device": "CPU", "config": plain_config(candidate.config), "explicit": sorted(candidate.explicit)}
         self.language = {"directory": str(staticllm.demo_model_path()), "candidates": [body]}
         (candidate,) = resolve_candidates("CPU", None, EXACT)
-        body = {"device": "CPU", "config": _plain(candidate.config), "explicit": sorted(candidate.explicit)}
+        body = {"device": "CPU", "config": plain_config(candidate.config), "explicit": sorted(candidate.explicit)}
         speech = {"num_windows": 3, "heads": [[0, 0]]}
         self.speech = {"directory": str(speech_model), "candidates": [body], "speech": speech}
 

@@ -23,7 +23,7 @@ from staticllm.errors import ProcessLostError, SnapshotError
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
 from tests.support.attach.daemons import daemon_process, wait_for
 from tests.support.helpers import EXACT, one_line
-from tests.support.inside import engine_of
+from tests.support.inside import engine_of, reader_of
 
 PROMPT = "What is an NPU?"
 SECONDS = 120
@@ -183,7 +183,7 @@ def test_cancel_and_deadline_end_a_request_while_a_daemon_starts(monkeypatch, tm
         assert late.output(15).finish_reason == "deadline"
         engine_of(pipe).cancel(second.request_id, 1)
         wait_for(
-            lambda: second._reader._queue.get(0) is not None and not engine_of(pipe).live[second.request_id].is_over,
+            lambda: reader_of(second).queue.get(0) is not None and not engine_of(pipe).live[second.request_id].is_over,
             10,
         )
         second.cancel()
