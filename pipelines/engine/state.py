@@ -70,7 +70,7 @@ class AnswerState(SequenceState):
         processors = processors_for(request.sampling, request.prompt, vocab_size, request.min_new_tokens, late)
         rng = np.random.default_rng(request.seed + index)
         masks = () if grammar_mask is None else (grammar_mask,)  # the last ones: no other allows what they forbid
-        self._sampler = Sampler(request.sampling, [*processors, *more_processors, *masks], rng)
+        self.sampler = Sampler(request.sampling, [*processors, *more_processors, *masks], rng)
 
     @property
     def can_bypass_arena(self) -> bool:
@@ -91,7 +91,7 @@ class AnswerState(SequenceState):
 
     def prepare(self) -> None:
         """Prepare the choice of the next token, while the device computes its logits."""
-        self._sampler.prepare()
+        self.sampler.prepare()
 
     def sample(self, logits: Logits, argmax: int | None = None) -> Choice:
         """Choose the next token from ``logits [vocab]``; ``argmax`` is the index of the largest, if known. ``add`` adds it.
@@ -100,7 +100,7 @@ class AnswerState(SequenceState):
             GenerationConfigError: no token is left to choose.
         """
         start = self.clock()
-        choice = self._sampler.sample(logits, argmax)
+        choice = self.sampler.sample(logits, argmax)
         self._tally.sampling_seconds += self.clock() - start
         return choice
 

@@ -123,7 +123,7 @@ def test_masks_are_made_while_the_device_runs():
 def test_a_failing_matcher_ends_only_its_own_request():
     engine = new_engine()
     broken, whole, free = request_of(PATTERNS[0]), request_of(PATTERNS[1]), fake_request(range(300, 310), 12)
-    matcher = broken.state._sampler._processors[-1]._matcher
+    matcher = broken.state.sampler.processors[-1].matcher
     calls = []
 
     def allowed():

@@ -62,7 +62,7 @@ def test_prompts_jobs_and_other_programs_keep_the_same_bound(bound, tpot_ms, ste
 
     def prompt_runs(seconds):
         policy = make_policy("dynamic")
-        policy._prefill_end, policy._prefill_seconds = LAST_TOKEN - 1e-6, 10.0  # prompts have just had their share
+        policy.prefill_end, policy.prefill_seconds = LAST_TOKEN - 1e-6, 10.0  # prompts have just had their share
         return bool(policy.plan(view_of(limits, step, seconds)).prefill)
 
     def job_runs(seconds):
