@@ -109,11 +109,11 @@ class Channel:
         """
         if not self._is_unsent or self._block is None:
             data = encode(message)
-            self._write(bytearray(LENGTH.pack(len(data)) + data))
+            self.write(bytearray(LENGTH.pack(len(data)) + data))
             return
         body = {**message.body, "block_size": len(self._block)}
         data = encode(replace(message, flags=message.flags | BLOCK, body=body))
-        self._write(bytearray(LENGTH.pack(len(data)) + data))
+        self.write(bytearray(LENGTH.pack(len(data)) + data))
         self._block.send(self.connection)
         self._is_unsent = False
 
@@ -167,7 +167,7 @@ class Channel:
         if self._is_unsent:
             self.send(decode(bytes(frame.data[LENGTH.size :])))
         else:
-            self._write(frame.data)
+            self.write(frame.data)
 
     def _frame(self, message: Message, arrays: Sequence[Array], names: Sequence[int | str]) -> Frame:
         body = {**message.body, "tensors": tensors.describe(arrays, names)}
@@ -209,7 +209,7 @@ class Channel:
             self.connection.close()
         self._replace(None)
 
-    def _write(self, data: bytearray) -> None:
+    def write(self, data: bytearray) -> None:
         """Write a message, with its length before it."""
         if sys.platform == "win32":
             self.connection.send_bytes(memoryview(data)[LENGTH.size :])
