@@ -273,7 +273,7 @@ def resources(daemon):
     process = psutil.Process()
     counts = {
         "sessions": len(daemon.sessions), "connections": len(daemon.connections), "models": len(daemon.models.served()),
-        "usages": len(daemon.devices._usages), "handles": process.num_fds() if hasattr(process, "num_fds") else 0,
+        "usages": len(daemon.devices.usages), "handles": process.num_fds() if hasattr(process, "num_fds") else 0,
         "blocks": sum(each._block_bytes for each in tuple(daemon.sessions.values())),
     }  # fmt: skip
     for thread in threading.enumerate():

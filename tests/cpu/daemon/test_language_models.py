@@ -327,7 +327,7 @@ def test_a_trace_has_a_track_for_each_program_and_engine(daemon, tmp_path):
             stdout=subprocess.PIPE,
             env=dict(os.environ),
         )
-        wait_for(lambda: daemon.timeline._events is not None, 20)
+        wait_for(lambda: daemon.timeline.is_recording, 20)
         pipe.generate(PROMPT, max_new_tokens=24)
         out, _ = process.communicate()
         assert process.returncode == 0
@@ -340,7 +340,7 @@ def test_a_trace_has_a_track_for_each_program_and_engine(daemon, tmp_path):
         assert {event["name"].split()[0] for event in calls} == {"prefill", "decode"}
         assert sum(event["args"]["rows"] for event in calls if event["name"].startswith("decode")) >= 23
         assert all(event["dur"] > 0 and event["args"]["read_MB"] > 0 for event in calls)
-        assert daemon.timeline._events is None  # nothing is kept while nobody records
+        assert not daemon.timeline.is_recording  # nothing is kept while nobody records
 
 
 def test_a_program_of_higher_priority_goes_first(daemon, monkeypatch):

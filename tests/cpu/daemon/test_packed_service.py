@@ -163,7 +163,7 @@ def test_a_priority_that_changes_reaches_the_sequences_and_the_device(daemon, na
             request.infer(*call_of(native, PROMPT, 0))
             asks = [ask for ask in asked if ask.payers]
             assert [(ask.priority, *ask.payers) for ask in asks] == [(3, session.client)] * len(asks) != []
-            (state,) = engine.core.device.kv_manager.idle._states.values()
+            (state,) = engine.core.device.kv_manager.idle.states.values()
             assert state.info.priority == 3
             assert client.ask(Kind.HINT, priority=100 + 7).kind is Kind.OK
             wait_for(lambda: state.info.priority == 7)
@@ -216,7 +216,7 @@ def test_a_priority_that_changes_while_a_call_begins_counts_for_its_sequences(da
         monkeypatch.setattr(packed_request, "ClientSequence", open_slowly)
         with client.request(handle) as request:
             request.infer(*call_of(native, PROMPT, 0))
-            (state,) = engine.core.device.kv_manager.idle._states.values()
+            (state,) = engine.core.device.kv_manager.idle.states.values()
             assert state.info.priority == 7
 
 
