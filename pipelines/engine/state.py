@@ -232,7 +232,7 @@ class RequestState(ActiveRequest):
         self._grammar_mask = grammar_mask
         self._cancelled: dict[int | None, FinishReason] = {}  # by the index of the answer; None for all
         self._finished: set[int] = set()
-        self.sequences = [self._new_sequence(0)]
+        self.sequences = [self.new_sequence(0)]
 
     @property
     def priority(self) -> int:
@@ -255,7 +255,7 @@ class RequestState(ActiveRequest):
 
     def fork(self) -> list[AnswerState]:
         """Create the other answers and return them; called once, when the prompt of the first one has run."""
-        siblings = [self._new_sequence(index) for index in range(1, self.request.num_sequences)]
+        siblings = [self.new_sequence(index) for index in range(1, self.request.num_sequences)]
         for sibling in siblings:
             sibling.started = self.sequences[0].started
             sibling.info.set_priority(self.priority)
@@ -263,7 +263,7 @@ class RequestState(ActiveRequest):
         self._apply_cancels()
         return siblings
 
-    def _new_sequence(self, index: int) -> AnswerState:
+    def new_sequence(self, index: int) -> AnswerState:
         more = self._user_processors[index] if self._user_processors else ()
         mask = None if self._grammar_mask is None else self._grammar_mask.clone()
         return AnswerState(self.request, self.queue, self._vocab_size, index, more, mask, self.clock)

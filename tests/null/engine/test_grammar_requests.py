@@ -179,7 +179,7 @@ def test_forced_tokens_are_checked_together_and_change_nothing(policy, count):
     for drafts in (True, False):
         engine, request = new_engine(policy), request_of(pattern, seed=3, count=count)
         if not drafts:
-            request._new_sequence = partial(without_drafts_of, request._new_sequence)
+            request.new_sequence = partial(without_drafts_of, request.new_sequence)
             request.state.drafts = None
         run_to_end(engine, [request])
         results.append((answers_of(request)[0], engine.core.profiler.stats()))
