@@ -41,7 +41,7 @@ class Gate:
 
     def __init__(self, pipe, monkeypatch):
         self.open, self.began, self.num_texts = threading.Event(), threading.Event(), 0
-        is_pool = pipe._engine is None
+        is_pool = pipe.shared_engine is None
         place, name = (
             (driver_of(pipe).pool.devices[0].instance, "embed") if is_pool else (driver_of(pipe).runner, "run")
         )
