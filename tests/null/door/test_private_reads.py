@@ -9,7 +9,7 @@ import pytest
 
 from tests.null.door.test_layout import nodes_of, python_files
 
-MAX_READS = 139
+MAX_READS = 138
 NAMING = {"setattr", "getattr", "hasattr", "delattr", "attrgetter", "methodcaller", "object", "patch"}
 """Calls that take an attribute's name as text."""
 
