@@ -90,7 +90,7 @@ class Arena:
         views = self._views_at(stride)
         if used_slots:
             for old, new in zip(self._views, views, strict=True):
-                _restride(old, new, used_slots)
+                restride(old, new, used_slots)
         self.stride = stride
         self._views = views
 
@@ -191,7 +191,7 @@ def _view(storage: Array, group: StateGroup, stride: int) -> Array:
     return np.lib.stride_tricks.as_strided(front, group.shape(stride), (storage.strides[0], stride * line, line, item))
 
 
-def _restride(old: Array, new: Array, used_slots: int) -> None:
+def restride(old: Array, new: Array, used_slots: int) -> None:
     """Move head by head, from the last one when growing, so that no slot is overwritten before it has moved."""
     heads = old.shape[1]
     is_growing = new.shape[2] > old.shape[2]

@@ -56,8 +56,8 @@ class GenaiCalls:
         self._properties = dict(properties)
         self._model = read_model(get_core(), directory)
         take_last_token(self._model)
-        self._request = self._compile(self._properties)
-        self._counted: dict[Phase, CountedRuns] = {}
+        self.request = self._compile(self._properties)
+        self.counted_runs: dict[Phase, CountedRuns] = {}
 
     def _compile(self, properties: dict[str, Any]) -> ov.InferRequest:
         return get_core().compile_model(self._model, DEVICE, properties).create_infer_request()
@@ -90,7 +90,7 @@ class GenaiCalls:
 
     def repeat(self, run: TokenRun) -> Sequence[float]:
         """Run the same sizes from an empty state on, on the threads on which GenAI runs them."""
-        self._request.reset_state()
+        self.request.reset_state()
         for variant in run.before:
             self._timed(variant, 0.0)
         return [self._timed(variant, pause) for (variant,), pause in zip(run.programs, run.pauses, strict=True)]
@@ -98,10 +98,10 @@ class GenaiCalls:
     def _timed(self, variant: Variant, pause: float) -> float:
         """Return the seconds of a call that begins a pause from now."""
         begin = time.perf_counter() + pause
-        _feed(self._request, variant)
+        _feed(self.request, variant)
         wait_until(begin)
         start = time.perf_counter()
-        (run_step if variant.rows == 1 and variant.kv_len else run_prompt)(self._request)
+        (run_step if variant.rows == 1 and variant.kv_len else run_prompt)(self.request)
         return time.perf_counter() - start
 
     def count(self, run: TokenRun) -> Sequence[float]:
@@ -110,7 +110,7 @@ class GenaiCalls:
         if run.before:
             self._count_prompt(*run.before)
             return self._count_after("turn", [prompt], run.pauses)
-        if "prefill" not in self._counted:
+        if "prefill" not in self.counted_runs:
             self._count_prompt(prompt)  # the very first run does not count
         seconds = self._count_prompt(prompt)
         return [seconds, *(self._count_after("decode", [step for (step,) in steps], run.pauses[1:]) if steps else [])]
@@ -123,7 +123,7 @@ class GenaiCalls:
 
     def _count_after(self, phase: Phase, steps: Sequence[Variant], pauses: Sequence[float]) -> list[float]:
         """Run steps after what the counted prompt left; the very first run does not count."""
-        if phase not in self._counted:
+        if phase not in self.counted_runs:
             self._counting(phase)
             self._count_after(phase, steps[:1], pauses[:1])
         counted = self._counting(phase)
@@ -139,20 +139,20 @@ class GenaiCalls:
         return found
 
     def _counting(self, phase: Phase) -> CountedRuns:
-        if phase not in self._counted:
+        if phase not in self.counted_runs:
             request = self._compile({**self._properties, PERF_COUNT: True})
-            self._counted[phase] = CountedRuns(request, run_step if phase == "decode" else run_prompt)
-        return self._counted[phase]
+            self.counted_runs[phase] = CountedRuns(request, run_step if phase == "decode" else run_prompt)
+        return self.counted_runs[phase]
 
     def counted(self, run: TokenRun, phase: Phase) -> CountedCall:
         """Return what was counted, as the mean of all rounds."""
-        counted = self._counted[phase]
+        counted = self.counted_runs[phase]
         times = counted.times()
         kinds = kinds_in(counted.request.get_compiled_model(), self._model, times)
         return CountedCall(shares_of(times, kinds), num_running(times), 1e3 * statistics.fmean(counted.seconds))
 
     def forget(self) -> None:
-        self._counted.clear()
+        self.counted_runs.clear()
 
 
 def run_prompt(request: ov.InferRequest) -> None:

@@ -199,7 +199,7 @@ class Probe:
         self._described = [_description(node) for node in matrices]
         self._sizes = [_input_size(node) for node in matrices]
         self._model = _side_by_side(matrices, self._sizes)
-        self._requests: dict[str, ov.InferRequest] = {}
+        self.requests: dict[str, ov.InferRequest] = {}
 
     @property
     def is_f32(self) -> bool:
@@ -215,7 +215,7 @@ class Probe:
         """Whether the device runs the matrices with these properties."""
         try:
             zeros = [np.zeros((1, 1, size), np.float32) for size in self._sizes]
-            attended(partial(self._request(properties).infer, zeros))
+            attended(partial(self.request_of(properties).infer, zeros))
         except RuntimeError:
             return False
         return True
@@ -226,12 +226,12 @@ class Probe:
         question = repr((self._device, self._described, num_rows, is_cold, described))
         found = self._kept.times(question, len(candidates)) if self._kept is not None else None
         if found is None:
-            found = self._timed(num_rows, candidates, is_cold)
+            found = self.timed(num_rows, candidates, is_cold)
             if self._kept is not None:
                 self._kept.add(question, found)
         return found
 
-    def _timed(self, num_rows: int, candidates: list[Properties], is_cold: bool) -> list[float]:
+    def timed(self, num_rows: int, candidates: list[Properties], is_cold: bool) -> list[float]:
         """Time each candidate that computes other numbers than those before it; equal ones run the same kernels and share a time.
 
         Quantized activations are equal to others where the processor lacks instructions. If all are equal, each time is 1.
@@ -239,7 +239,7 @@ class Probe:
         random = np.random.default_rng(0)
         scratch = np.ones(CACHE_BYTES // 8 if is_cold else 0, np.int64)
         feeds = [random.standard_normal((1, num_rows, size)).astype(np.float32) for size in self._sizes]
-        requests = [self._request(properties) for properties in candidates]
+        requests = [self.request_of(properties) for properties in candidates]
         products = [_infer(request, feeds) for request in requests]
         first_alike = [next(i for i, other in enumerate(products) if _are_equal(other, found)) for found in products]
         if not any(first_alike):
@@ -254,12 +254,12 @@ class Probe:
                 taken.append(time.perf_counter() - start)
         return [min(timed[index]) for index in first_alike]
 
-    def _request(self, properties: Properties) -> ov.InferRequest:
+    def request_of(self, properties: Properties) -> ov.InferRequest:
         key = repr(sorted(properties.items()))
-        if key not in self._requests:
+        if key not in self.requests:
             compiled = attended(partial(self._core.compile_model, self._model, self._device, dict(properties)))
-            self._requests[key] = compiled.create_infer_request()
-        return self._requests[key]
+            self.requests[key] = compiled.create_infer_request()
+        return self.requests[key]
 
 
 def _infer(request: ov.InferRequest, feeds: list[NDArray[np.float32]]) -> list[NDArray[Any]]:
@@ -337,13 +337,13 @@ def layers_speedup(
             attended(partial(core.compile_model, part, device, dict(program.properties)))
             for part, program in zip(parts, programs, strict=True)
         ]
-        seconds = _seconds_in_turns([_warm_request(each, variant) for each in compiled])
+        seconds = seconds_in_turns([_warm_request(each, variant) for each in compiled])
         if kept is not None:
             kept.add(question, seconds)
     return seconds[0] / seconds[1]
 
 
-def _seconds_in_turns(requests: Sequence[ProbeRequest]) -> list[float]:
+def seconds_in_turns(requests: Sequence[ProbeRequest]) -> list[float]:
     times: list[list[float]] = [[] for _ in requests]
     scratch = np.ones(CACHE_BYTES // 8, np.int64)
     for _ in range(LAYER_RUNS):

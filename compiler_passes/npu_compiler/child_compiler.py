@@ -70,10 +70,10 @@ class ChildCompiler:
     """The ``NPUCompiler`` that runs the compiler in a child process, which is started when it is needed."""
 
     def __init__(self, launch: Launch, start_seconds: float = START_SECONDS) -> None:
-        self._launch = launch
+        self.launch = launch
         self._start_seconds = start_seconds
         self._lock = threading.RLock()
-        self._session: _Session | None = None
+        self.session: _Session | None = None
         self._end: weakref.finalize | None = None  # type: ignore[type-arg]
         self._version: str | None = None
 
@@ -123,7 +123,7 @@ class ChildCompiler:
 
     def close(self) -> None:
         while not self._lock.acquire(timeout=_LOOK_SECONDS):  # another thread compiles
-            session = self._session
+            session = self.session
             if session is not None:
                 session.kill()
         try:
@@ -137,11 +137,11 @@ class ChildCompiler:
         Raises:
             DeviceError: it does not start.
         """
-        if self._session is not None and not self._session.is_usable:
+        if self.session is not None and not self.session.is_usable:
             self._drop()
-        if self._session is None:
-            session = _Session(self._launch)
-            self._session = session
+        if self.session is None:
+            session = _Session(self.launch)
+            self.session = session
             self._end = close_when_collected(self, session.close)
             try:
                 self._version = session.start(self._start_seconds)
@@ -149,14 +149,14 @@ class ChildCompiler:
                 session.kill()
                 self._drop()
                 raise
-        return self._session
+        return self.session
 
     def _drop(self) -> None:
-        if self._session is not None:
+        if self.session is not None:
             if self._end is not None:
                 self._end.detach()
-            self._session.close()
-            self._session = None
+            self.session.close()
+            self.session = None
 
 
 def _settings(platform: Platform, properties: Mapping[str, str], with_schedule: bool) -> list[str]:
@@ -196,8 +196,8 @@ class _Session:
     """A child process and the private folder in which it works. Errors of the compiler itself leave it usable."""
 
     def __init__(self, launch: Launch) -> None:
-        self._launch = launch
-        self._child: LineChild | None = None
+        self.launch = launch
+        self.child: LineChild | None = None
         try:
             self._scratch = ScratchFolder("staticllm-npu-")
         except OSError as error:
@@ -209,15 +209,15 @@ class _Session:
 
     @property
     def is_usable(self) -> bool:
-        return self._child is not None and self._child.is_usable
+        return self.child is not None and self.child.is_usable
 
     def start(self, seconds: float) -> str:
         """Start the child, and return the versions that it says."""
-        launch = self._launch
+        launch = self.launch
         work = self._work
         try:
             work.mkdir()
-            self._child = LineChild(launch.command, environment=launch.environment, folder=work, errors=self._log.path)
+            self.child = LineChild(launch.command, environment=launch.environment, folder=work, errors=self._log.path)
         except OSError as error:
             raise DeviceError(f"{launch.what} cannot be started ({error.strerror or error}): {launch.remedy}") from None
         try:
@@ -257,10 +257,10 @@ class _Session:
 
     def compile(self, line: str, job: str, seconds: float) -> _Compiled:
         """Let the child compile the model, and return what it says of the program."""
-        assert self._child is not None, "it was started"
+        assert self.child is not None, "it was started"
         self._log.begin()
         try:
-            self._child.tell(line)
+            self.child.tell(line)
             answer = self._answer(time.monotonic() + seconds)
         except TimeoutError:
             raise DeviceError(
@@ -270,8 +270,8 @@ class _Session:
             remedy = "compile it in smaller parts or another form, and report the crash to OpenVINO"
             raise DeviceError(lost_text(f"the NPU compiler crashed on {job}", error, self._log, remedy)) from None
         except BaseException:  # Ctrl-C: the process must not go on
-            self._child.kill()
-            self._child.end(END_SECONDS)
+            self.child.kill()
+            self.child.end(END_SECONDS)
             raise
         if not answer["ok"]:
             raise DeviceError(self._refusal(job, _said(answer)))
@@ -281,7 +281,7 @@ class _Session:
     def _refusal(self, job: str, said: str) -> str:
         """Return the message about a program that was not compiled."""
         if _NO_LIBRARY in said:
-            return f"{self._launch.what} cannot be used ({said}): {self._launch.remedy}"
+            return f"{self.launch.what} cannot be used ({said}): {self.launch.remedy}"
         return refused_text(job, said, self._log)
 
     def program(self, platform: Platform, job: str, compiled: _Compiled, with_schedule: bool) -> NPUProgram:
@@ -307,21 +307,21 @@ class _Session:
         return NPUProgram(blob, schedule, compiled.seconds, compiled.requirements, trace)
 
     def kill(self) -> None:
-        if self._child is not None:
-            self._child.kill()
+        if self.child is not None:
+            self.child.kill()
 
     def close(self) -> None:
         """End the child, and remove its folder."""
-        if self._child is not None:
-            self._child.end(END_SECONDS)
+        if self.child is not None:
+            self.child.end(END_SECONDS)
         self._scratch.remove()
 
     def _answer(self, moment: float) -> dict[str, Any]:
         """Return the child's next answer. Raises ``TimeoutError`` and ``ChildLostError``, and the child has ended."""
-        assert self._child is not None, "it was started"
+        assert self.child is not None, "it was started"
         noise = 0
         while True:
-            line = self._child.next_line(moment)
+            line = self.child.next_line(moment)
             if line.startswith(MARK):
                 break
             self._log.add(line)
@@ -338,9 +338,9 @@ class _Session:
 
     def _ended(self, reason: str) -> ChildLostError:
         """End the child, which does not keep to the protocol."""
-        assert self._child is not None, "it was started"
-        self._child.kill()
-        code = self._child.end(END_SECONDS)
+        assert self.child is not None, "it was started"
+        self.child.kill()
+        code = self.child.end(END_SECONDS)
         return ChildLostError(f"because {reason}", code)
 
 

@@ -150,7 +150,7 @@ class CostProbe:
         Raises:
             Exception: the device failed.
         """
-        seconds = self._timed(variant, lambda: False)
+        seconds = self.timed(variant, lambda: False)
         assert seconds is not None
         return seconds
 
@@ -159,7 +159,7 @@ class CostProbe:
             self._end(variant)
             return
         try:
-            seconds = self._timed(variant, is_needed)
+            seconds = self.timed(variant, is_needed)
         except Exception:
             logger.warning("the cost of %s could not be measured", variant, exc_info=True)
             self._end(variant)
@@ -181,10 +181,10 @@ class CostProbe:
         left = [each for each in self._todo if each != variant]
         if not left and not self._is_second_time:
             self._is_second_time = True
-            left = self._slower_than_larger()
+            left = self.slower_than_larger()
         self._todo = left  # at once: other threads ask how many are left
 
-    def _slower_than_larger(self) -> list[Variant]:
+    def slower_than_larger(self) -> list[Variant]:
         """Return the variants that took longer than one with at least as many rows, slots and logits in the same phase."""
         return [
             variant
@@ -207,7 +207,7 @@ class CostProbe:
             self._costs.doubt(variant)
         self.choose(self._programs)
 
-    def _timed(self, variant: Variant, is_needed: Callable[[], bool]) -> float | None:
+    def timed(self, variant: Variant, is_needed: Callable[[], bool]) -> float | None:
         """Return the seconds of a run after a call like those that it usually follows; None if the device is needed.
 
         A program prepares its nodes again for other sizes than those of its last call. Decode steps follow each other, but a

@@ -70,7 +70,7 @@ class EngineConnection:
         self._on_lost = on_lost
         self._channel = link.connection
         self._running: dict[int, RunningRequest] = {}  # by id
-        self._answers: dict[int, InterruptibleFuture[Message]] = {}  # by the question's number
+        self.answers: dict[int, InterruptibleFuture[Message]] = {}  # by the question's number
         self._numbers = count(1)
         self._lock = threading.Lock()  # of the tables
         self._sending = threading.Lock()
@@ -80,8 +80,8 @@ class EngineConnection:
         self._channel.watch(self._check_silence)
         self._notices: SimpleQueue[Message | None] = SimpleQueue()  # what is sent without waiting for an answer
         try:
-            self._notifier = start_thread(self._send_notices, "staticllm-remote-notices")
-            self._thread = start_thread(self._read, "staticllm-remote")
+            self.notifier = start_thread(self._send_notices, "staticllm-remote-notices")
+            self.thread = start_thread(self._read, "staticllm-remote")
         except BaseException:  # Ctrl-C: they may have begun; the second one ends with the connection
             self._is_closed = True
             self._notices.put(None)
@@ -177,13 +177,13 @@ class EngineConnection:
             if self._is_closed:
                 raise pipeline_closed()
             number = message.number or QUESTION + next(self._numbers)
-            self._answers[number] = future
+            self.answers[number] = future
         try:
             with self._sending:
                 self._channel.send(replace(message, handle=self._handle, number=number))
         except BaseException as error:
             with self._lock:
-                self._answers.pop(number, None)
+                self.answers.pop(number, None)
                 self._running.pop(number, None)  # in one step: a request may be submitted again
                 if isinstance(error, (OSError, SilentError)) and not self._is_closed:
                     self._is_lost = True  # the thread that reads may see it later
@@ -199,7 +199,7 @@ class EngineConnection:
             answer = future.result()
         except BaseException:  # Ctrl-C
             with self._lock:
-                self._answers.pop(number, None)
+                self.answers.pop(number, None)
             raise
         check(answer)
         return answer
@@ -217,9 +217,9 @@ class EngineConnection:
             self._is_closed = True
         self._notices.put(None)
         self._channel.shut()  # a thread that is sending returns as well
-        self._notifier.join()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+        self.notifier.join()
+        if self.thread is not threading.current_thread():
+            self.thread.join()
         self._link.close()
 
     def _send_notices(self) -> None:
@@ -250,9 +250,9 @@ class EngineConnection:
         with self._lock:
             is_closed = self._is_closed and not self._is_lost
             self._is_lost = not is_closed
-            answers = dict(self._answers)
+            answers = dict(self.answers)
             running = dict(self._running)
-            self._answers.clear()
+            self.answers.clear()
             self._running.clear()
         reason = FinishReason.CANCELLED if is_closed else FinishReason.ERROR
         for id, each in running.items():
@@ -269,13 +269,13 @@ class EngineConnection:
         Raises:
             SilentError: it does not.
         """
-        if self._running or self._answers:
+        if self._running or self.answers:
             self._link.check_silence()
 
     def _take(self, message: Message) -> None:
         if message.kind is not Kind.OUTPUT:
             with self._lock:
-                future = self._answers.pop(message.number, None)
+                future = self.answers.pop(message.number, None)
             if future is not None:
                 future.set_result(message)
             return

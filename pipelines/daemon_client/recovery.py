@@ -41,7 +41,7 @@ class LiveRequest(OutputQueue):
         self._on_end = on_end
         self.cancelled: dict[int | None, FinishReason] = {}  # by the index of the answer; None for all
         self.num_losses = 0
-        self._delivered = [Delivered[list[int]]([]) for _ in range(request.num_sequences)]  # tokens, by answer
+        self.delivered = [Delivered[list[int]]([]) for _ in range(request.num_sequences)]  # tokens, by answer
         self._ended: set[int] = set()
         self._is_connected = True
         self._is_accepted = True
@@ -80,7 +80,7 @@ class LiveRequest(OutputQueue):
     def rewind(self) -> None:
         """Expect the outputs from their beginning; called before the request is submitted again."""
         with self._lock:
-            for each in self._delivered:
+            for each in self.delivered:
                 each.restart()
 
     def begin_again(self) -> None:
@@ -126,7 +126,7 @@ class LiveRequest(OutputQueue):
 
     def _put_token(self, token: TokenOutput) -> None:
         try:
-            if self._delivered[token.index].take([token.id]):
+            if self.delivered[token.index].take([token.id]):
                 self.queue.put(token)
         except DivergedError:
             self.fail()
@@ -134,7 +134,7 @@ class LiveRequest(OutputQueue):
     def _is_short(self, end: Finished) -> bool:
         """Return whether an answer ended by itself before all tokens came that were delivered: it is another answer."""
         is_cancelled = end.index in self.cancelled or None in self.cancelled
-        is_behind = self._delivered[end.index].is_behind
+        is_behind = self.delivered[end.index].is_behind
         return end.reason in (FinishReason.STOP, FinishReason.LENGTH) and is_behind and not is_cancelled
 
 
@@ -158,7 +158,7 @@ class Recovery:
         self._connect = connect
         self._submit_to = submit
         self._lock = threading.Lock()  # of the two flags; nothing is called while it is held
-        self._is_running = False
+        self.is_running = False
         self._is_closed = False
         self._until = 0.0
         self._events: SimpleQueue[bool] = SimpleQueue()  # True ends the thread that gets it
@@ -169,9 +169,9 @@ class Recovery:
         with self._lock:
             self._until = time.perf_counter() + RECOVERY_SECONDS
             self._events.put(False)  # the limit has changed
-            if self._is_running or self._is_closed or not self.lost():
+            if self.is_running or self._is_closed or not self.lost():
                 return
-            self._is_running = True
+            self.is_running = True
             self._events = SimpleQueue()
             events = self._events
         try:
@@ -187,7 +187,7 @@ class Recovery:
 
     def wake(self) -> None:
         """Let what was cancelled end now. Takes no lock."""
-        if self._is_running:
+        if self.is_running:
             self._events.put(False)
 
     def close(self) -> None:
@@ -209,8 +209,8 @@ class Recovery:
     def _goes_on(self) -> bool:
         """Return whether requests are lost; if not, the next loss starts threads again."""
         with self._lock:
-            self._is_running = not self._is_closed and bool(self.lost())
-            return self._is_running
+            self.is_running = not self._is_closed and bool(self.lost())
+            return self.is_running
 
     def _resume(self) -> None:
         waiting = self.lost()
@@ -277,6 +277,6 @@ class Recovery:
     def _end(self, error: Exception) -> None:
         """End all that is lost with an error."""
         with self._lock:
-            self._is_running = False
+            self.is_running = False
         for live in self.lost():
             live.fail(error)

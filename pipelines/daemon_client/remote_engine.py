@@ -57,15 +57,15 @@ class RemoteEngine:
         self._is_closed = False
         self._has_own_tokenizer = has_own_tokenizer
         self._pid = os.getpid()
-        self._live: dict[int, LiveRequest] = {}  # by id; only single operations on it, which need no lock
-        self._recovery = Recovery(self._live, self._connected, self._submit_to)
-        self._connection = connect(self._lose)
-        self.windows = RemoteWindows(self._connected, self._connection.num_cross_windows)
+        self.live: dict[int, LiveRequest] = {}  # by id; only single operations on it, which need no lock
+        self.recovery = Recovery(self.live, self._connected, self._submit_to)
+        self.connection = connect(self._lose)
+        self.windows = RemoteWindows(self._connected, self.connection.num_cross_windows)
 
     @property
     def is_connected(self) -> bool:
         """Whether the daemon is still there, as far as is known."""
-        return self._connection.is_alive
+        return self.connection.is_alive
 
     def reconnect(self) -> None:
         """Load the model in the daemon again if it has ended. Takes as long as loading does.
@@ -100,7 +100,7 @@ class RemoteEngine:
             )
         queue = queue or OutputQueue()
         live = LiveRequest(request, queue, self._forget)
-        self._live[request.id] = live
+        self.live[request.id] = live
         try:
             try:
                 times = self._submit_to(self._connected(), live)
@@ -108,28 +108,28 @@ class RemoteEngine:
                 live.rewind()  # its outputs may have been faster than the answer that it is accepted
                 times = self._submit_to(self._connected(), live)
         except BaseException:
-            self._live.pop(request.id, None)
+            self.live.pop(request.id, None)
             raise
         if times is not None:
             queue.compile_times = times
         return queue
 
     def cancel(self, request: int, index: int | None = None, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        live = self._live.get(request)
+        live = self.live.get(request)
         if os.getpid() != self._pid or live is None:
             return
         live.cancel(index, reason)  # first: the recovery reads it after it has submitted the request again
-        connection = self._connection
+        connection = self.connection
         if connection.has(request):
             connection.cancel(request, index, reason)
-        self._recovery.wake()
+        self.recovery.wake()
 
     def check_process(self) -> None:
         check_process(self._pid)
 
     def stats(self) -> Stats:
         self.check_process()
-        return Stats(**self._connection.ask(Message(Kind.STATS, body={"of": "engine"})).body)
+        return Stats(**self.connection.ask(Message(Kind.STATS, body={"of": "engine"})).body)
 
     def calls_after(self, number: int) -> dict[str, Any]:
         """Return what the daemon's engine does, over all programs that use it: ``CallWatch.after`` says what that is.
@@ -138,7 +138,7 @@ class RemoteEngine:
             ClosedError: the engine was closed, or the daemon has ended.
         """
         self.check_process()
-        return self._connection.ask(Message(Kind.STATS, body={"of": "calls", "after": number})).body
+        return self.connection.ask(Message(Kind.STATS, body={"of": "calls", "after": number})).body
 
     def claim(self, session: str, tokens: Sequence[int], adapters: AdapterScales = ()) -> None:
         self.check_process()
@@ -146,7 +146,7 @@ class RemoteEngine:
             raise pipeline_closed()
         name = hashlib.sha256(session.encode("utf-8", "surrogatepass")).hexdigest()
         body = {"session": name, "tokens": list(tokens), "adapters": list(adapters)}
-        self._connection.tell(Message(Kind.CLAIM, body=body))
+        self.connection.tell(Message(Kind.CLAIM, body=body))
 
     def record(self, max_records: int = MAX_RECORDS) -> AbstractContextManager[Trace]:
         """Refuse to record: a recording holds the calls of all programs, and is made in the daemon.
@@ -169,16 +169,16 @@ class RemoteEngine:
         if drain:
             self._drain()
         self._is_closed = True
-        self._recovery.close()
+        self.recovery.close()
         self.windows.close()
         self._give_up()
         limit = CLOSE_SECONDS if self._resumes else -1  # without: a worker that starts must be there to be ended
         if self._connecting.acquire(timeout=limit):  # otherwise the thread that connects closes the connection
             try:
-                self._connection.close()
+                self.connection.close()
             finally:
                 self._connecting.release()
-        for live in list(self._live.values()):
+        for live in list(self.live.values()):
             live.end(FinishReason.CANCELLED)
 
     def _connected(self) -> EngineConnection:
@@ -187,13 +187,13 @@ class RemoteEngine:
         with self._connecting:
             if self._is_closed:
                 raise pipeline_closed()
-            if not self._connection.is_alive:
-                self._connection.close()
-                self._connection = self._connect(self._lose)
+            if not self.connection.is_alive:
+                self.connection.close()
+                self.connection = self._connect(self._lose)
             if self._is_closed:  # meanwhile, by a thread that does not wait for long
-                self._connection.close()
+                self.connection.close()
                 raise pipeline_closed()
-            return self._connection
+            return self.connection
 
     def _submit_to(self, connection: EngineConnection, live: LiveRequest) -> CompileTimes | None:
         """Submit a request, after the window that it sees was encoded there. Raises as ``EngineConnection.submit``."""
@@ -203,22 +203,22 @@ class RemoteEngine:
 
     def _lose(self) -> None:
         """Care for the requests of a connection that has ended, on its thread, which must not wait."""
-        lost = self._recovery.lost()
+        lost = self.recovery.lost()
         if self._is_closed:
             for live in lost:
                 live.end(FinishReason.CANCELLED)
             return
-        if lost and not (self._resumes and not self._connection.was_stopped):
+        if lost and not (self._resumes and not self.connection.was_stopped):
             for live in lost:
                 live.fail()
-        self._recovery.begin()
+        self.recovery.begin()
         self._on_lost()
 
     def _forget(self, request: int) -> None:
         """Forget a request that has ended; if that was not by the daemon, end it there as well."""
-        self._live.pop(request, None)
-        if self._connection.has(request):
-            self._connection.cancel(request)
+        self.live.pop(request, None)
+        if self.connection.has(request):
+            self.connection.cancel(request)
 
     def _snapshot(self, action: str, target: SnapshotTarget, tokens: list[int]) -> int:
         body = {
@@ -234,9 +234,9 @@ class RemoteEngine:
 
     def _drain(self) -> None:
         ended = SimpleQueue[None]()
-        for live in list(self._live.values()):
+        for live in list(self.live.values()):
             live.queue.add_listener(lambda output: ended.put(None) if isinstance(output, Finished) else None)
-        while self._live:
+        while self.live:
             with suppress(Empty):
                 ended.get(timeout=0.2)
 

@@ -154,7 +154,7 @@ class _RemoteModel:
         self._body = {
             "directory": str(directory.absolute()),
             "candidates": [
-                {"device": each.device, "config": _plain(each.config), "explicit": sorted(each.explicit)}
+                {"device": each.device, "config": plain_config(each.config), "explicit": sorted(each.explicit)}
                 for each in candidates
             ],
             "adapters": _plain_adapters(candidates[0].config.adapters),
@@ -211,7 +211,7 @@ def check_sendable(scheduler: object) -> None:
         raise ConfigError("scheduler is an object of this program: the daemon takes a name, such as 'dynamic'")
 
 
-def _plain(config: StaticLLMConfig) -> dict[str, Any]:
+def plain_config(config: StaticLLMConfig) -> dict[str, Any]:
     """Return the fields of a config as JSON types, with absolute paths. Raises ``ConfigError``."""
     values = asdict(replace(config, adapters=None))
     for name in SECRETS:

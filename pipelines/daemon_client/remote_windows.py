@@ -48,12 +48,12 @@ class RemoteWindows:
         self._connected = connected
         self._num_places = num_places
         self._numbers = count(1)
-        self._windows: dict[int, RemoteWindow] = {}  # that have a place, by number
-        self._waiting: list[RemoteWindow] = []
+        self.windows: dict[int, RemoteWindow] = {}  # that have a place, by number
+        self.waiting: list[RemoteWindow] = []
         self._released = deque[int](maxlen=MAX_RELEASED)
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._is_closed = False
+        self.is_closed = False
         self._pid = os.getpid()
         self.seconds = 0.0
         """The seconds of device time that a window takes."""
@@ -74,7 +74,7 @@ class RemoteWindows:
     def remove(self, window: int) -> None:
         """Release a window, or give up one that waits; an unknown one is ignored."""
         with self._lock:
-            found = self._windows.pop(window, None)
+            found = self.windows.pop(window, None)
             if found is not None:
                 self._released.append(window)
             self._changed.notify_all()
@@ -99,7 +99,7 @@ class RemoteWindows:
             ProcessLostError: the daemon has ended.
             StaticLLMError: what the daemon raises.
         """
-        window = self._windows.get(number)
+        window = self.windows.get(number)
         if window is None:
             raise _removed()
         with window.lock:
@@ -111,14 +111,14 @@ class RemoteWindows:
             except BaseException:
                 window.connection = None
                 raise
-        if number not in self._windows:
+        if number not in self.windows:
             connection.release_window(number)
             raise _removed()
 
     def close(self) -> None:
         """End what waits for a place with a ``ClosedError``."""
         with self._lock:
-            self._is_closed = True
+            self.is_closed = True
             self._changed.notify_all()
 
     def _encode(self, window: RemoteWindow, future: Future[int]) -> None:
@@ -134,21 +134,21 @@ class RemoteWindows:
     def _has_place(self, window: RemoteWindow, future: Future[int]) -> bool:
         """Wait for a place, and return True; False if the window was given up. Raises ``ClosedError``."""
         with self._lock:
-            self._waiting.append(window)
+            self.waiting.append(window)
             try:
-                self._changed.wait_for(lambda: self._is_closed or future.cancelled() or self._is_next(window))
+                self._changed.wait_for(lambda: self.is_closed or future.cancelled() or self._is_next(window))
             finally:
-                self._waiting.remove(window)
+                self.waiting.remove(window)
                 self._changed.notify_all()
-            if self._is_closed:
+            if self.is_closed:
                 raise pipeline_closed()
             if not future.cancelled():
-                self._windows[window.number] = window
+                self.windows[window.number] = window
             return not future.cancelled()
 
     def _is_next(self, window: RemoteWindow) -> bool:
-        first = max(self._waiting, key=lambda each: (each.priority, -each.number))
-        return len(self._windows) < self._num_places and window is first
+        first = max(self.waiting, key=lambda each: (each.priority, -each.number))
+        return len(self.windows) < self._num_places and window is first
 
     def _once_again(self, ask: Callable[[EngineConnection], Result]) -> Result:
         """Ask the daemon, and if it has ended before it answered the next one. Raises what ``ask`` raises."""

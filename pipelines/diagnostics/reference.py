@@ -167,7 +167,7 @@ class EncoderReference:
             values = np.array(request.get_tensor(self._output(program)).data[0], np.float32)
         except RuntimeError as error:
             raise ModelError(f"the CPU cannot run the original with {len(text)} tokens: {last_line(error)}") from error
-        return values if self._shape.output == "scores" else self._vector(values)
+        return values if self._shape.output == "scores" else self.vector(values)
 
     def _output(self, program: ov.CompiledModel) -> ov.ConstOutput:
         if self._shape.output == "scores":
@@ -176,7 +176,7 @@ class EncoderReference:
         assert found is not None, "the constructor has exposed it"
         return found
 
-    def _vector(self, states: NDArray[np.float32]) -> Vectors:
+    def vector(self, states: NDArray[np.float32]) -> Vectors:
         pooled = _pooled(states, self._pooling)
         for layer in self._job.kind.files.dense:
             pooled = _dense(layer, pooled)

@@ -135,7 +135,7 @@ class EncoderRunner:
             on_progress(replace(event, seconds=time.perf_counter() - begin))
 
     def _measure_first_runs(self, variant: EncoderVariant, num_runs: int) -> None:
-        program = self._program(variant)
+        program = self.program_of(variant)
         seconds = attended(program.run)  # the first run prepares
         if variant in self.costs.measured:
             return
@@ -150,9 +150,9 @@ class EncoderRunner:
         meanwhile: Callable[[], None] | None = None,
     ) -> Vectors:
         """Return the vectors ``[n, width]`` of all texts, in their order. A vector may hold numbers that are not finite."""
-        program = self._program(variant)
+        program = self.program_of(variant)
         program.buffers.fill(sequences, self.pooling)
-        self._measure(variant, program.run(meanwhile))
+        self.measure(variant, program.run(meanwhile))
         return program.buffers.output[: sum(map(len, sequences))].copy()
 
     def continued(self, text: TokenizedText) -> ContinuedText:
@@ -195,7 +195,7 @@ class EncoderRunner:
         program = self._chunk_program(variant)
         buffers = program.chunk_buffers
         buffers.fill_chunk(chunk, sequence, count, self.pooling)
-        self._measure(variant, program.run(meanwhile))
+        self.measure(variant, program.run(meanwhile))
         if not is_last:
             self._chunks.commit(chunk, buffers.presents, count)
             return None
@@ -217,7 +217,7 @@ class EncoderRunner:
         assert self.chunks is not None, "no variant continues a text"
         return self.chunks
 
-    def _measure(self, variant: EncoderVariant, seconds: float) -> None:
+    def measure(self, variant: EncoderVariant, seconds: float) -> None:
         """Learn from a call. All costs are stable, so that also a short process keeps what it has measured."""
         if (
             variant not in self.costs.measured
@@ -252,7 +252,7 @@ class EncoderRunner:
             self._chunk_programs[variant] = ChunkProgram(self._compiled[variant], buffers)
         return self._chunk_programs[variant]
 
-    def _program(self, variant: EncoderVariant) -> EncoderProgram:
+    def program_of(self, variant: EncoderVariant) -> EncoderProgram:
         if variant.past:
             return self._chunk_program(variant)
         if variant not in self._bound:

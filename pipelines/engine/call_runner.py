@@ -49,7 +49,7 @@ class CallRunner:
             if self._serving.outbox.post_first():
                 time.sleep(0)  # lets a reader take the interpreter's lock
 
-    def _run_inserted(self, batch: Batch) -> None:
+    def run_inserted(self, batch: Batch) -> None:
         """Run a decode step between two blocks of the call in flight, and post its tokens at once: the next call is far away."""
         result = self._run(batch, is_inserted=True)
         if result is not None:
@@ -58,7 +58,7 @@ class CallRunner:
 
     def _take_results(self, batch: Batch, result: StepResult, planning: float, is_inserted: bool = False) -> None:
         """Choose tokens after a call, which took ``planning`` seconds to plan, and record it."""
-        context = self._count_call(batch, result.device_seconds, is_inserted)
+        context = self.count_call(batch, result.device_seconds, is_inserted)
         chosen = self._serving.clock()
         for entry, segment in zip(batch.entries, result.segments, strict=True):
             self._chooser.take(entry, segment, result)
@@ -90,13 +90,13 @@ class CallRunner:
             if is_inserted:
                 result = runner.insert(batch.variant, segments, meanwhile)
             else:
-                between = self.inserted.between(batch, self._run_inserted) if runner.num_blocks > 1 else None
+                between = self.inserted.between(batch, self.run_inserted) if runner.num_blocks > 1 else None
                 result = runner.run(batch.variant, segments, meanwhile, batch.accept, between)
         except InsertedStepError as failed:
             failed.reraise()
         except Exception as error:
             times = CallTimes(start, self._serving.clock() - start, is_inserted=is_inserted)
-            context = self._count_call(batch, times.seconds, is_inserted)
+            context = self.count_call(batch, times.seconds, is_inserted)
             self._unrecorded.append(partial(step_record, batch, times, context))
             if isinstance(error, AbandonedCallError):
                 return None
@@ -130,7 +130,7 @@ class CallRunner:
         self._unrecorded.clear()
         self._serving.outbox.post()
 
-    def _count_call(self, batch: Batch, seconds: float, is_inserted: bool = False) -> CallContext:
+    def count_call(self, batch: Batch, seconds: float, is_inserted: bool = False) -> CallContext:
         """Add a call to the times of its requests, and return what else was in the engine."""
         seconds_per_row = seconds / sum(len(entry.segment.tokens) for entry in batch.entries)
         for entry in batch.entries:

@@ -38,11 +38,11 @@ class IdleSequences:
     def __init__(self, cache: KVCache, prefix: PrefixCache) -> None:
         self._cache = cache
         self._prefix = prefix
-        self._states: dict[int, ClientState] = {}
+        self.states: dict[int, ClientState] = {}
         self._holding: dict[int, ClientState] = {}  # those with slots
 
     def __len__(self) -> int:
-        return len(self._states)
+        return len(self.states)
 
     @property
     def sequences(self) -> list[KVSequence]:
@@ -57,7 +57,7 @@ class IdleSequences:
     @property
     def views(self) -> tuple[IdleView, ...]:
         """The sequences as a policy receives them."""
-        return tuple(state.view for state in self._states.values())
+        return tuple(state.view for state in self.states.values())
 
     def expected_since(self, now: float) -> list[float]:
         """Return since when each sequence is idle that is expected back after the moment ``now``."""
@@ -65,7 +65,7 @@ class IdleSequences:
 
     def add(self, state: ClientState) -> None:
         """Add a sequence that is idle from now on."""
-        self._states[state.id] = state
+        self.states[state.id] = state
         if state.kv.sequence is not None:
             self._cache.mark_idle(state.kv.sequence)
             self._holding[state.id] = state
@@ -77,7 +77,7 @@ class IdleSequences:
             self._cache.mark_active(state.kv.sequence)
 
     def __contains__(self, state: ClientState) -> bool:
-        return state.id in self._states
+        return state.id in self.states
 
     def fork(self, original: State) -> State:
         """Add a copy of an idle sequence; both share the slots."""
@@ -109,11 +109,11 @@ class IdleSequences:
     def take_over(self, other: IdleSequences) -> None:
         """Add all sequences of another KV cache, without their slots."""
         other.forget_slots()
-        self._states = other._states
-        other._states = {}
+        self.states = other.states
+        other.states = {}
 
     def _forget(self, state: ClientState) -> None:
-        del self._states[state.id]
+        del self.states[state.id]
         self._holding.pop(state.id, None)
 
     def _release(self, state: ClientState, is_reusable: bool) -> None:
@@ -251,7 +251,7 @@ class KVCacheManager:
         if state.kv.sequence is not None and len(state.kv.sequence) <= self.host_pool.free_slots:
             start = self._clock()
             stored = self.cache.copy_out(state.kv.sequence)
-            self._count_swap(len(stored.tokens), self._clock() - start)
+            self.count_swap(len(stored.tokens), self._clock() - start)
             self.put_in_host_pool(state, stored)
 
     def put_in_host_pool(self, state: SequenceState, stored: StoredSequence) -> None:
@@ -269,7 +269,7 @@ class KVCacheManager:
             self.make_room(own_slots)
             start = self._clock()
             state.kv.sequence = self.cache.bring_back(stored, own_slots)
-            self._count_swap(own_slots, self._clock() - start)
+            self.count_swap(own_slots, self._clock() - start)
         state.info.swap_in(own_slots)
 
     def preempt(self, state: SequenceState) -> None:
@@ -393,7 +393,7 @@ class KVCacheManager:
             if state.kv.sequence is not None:
                 state.info.set_own_slots(self.cache.slots.count_freed(state.kv.sequence.slots))
 
-    def _count_swap(self, num_slots: int, seconds: float) -> None:
+    def count_swap(self, num_slots: int, seconds: float) -> None:
         """Let a copy of ``num_slots`` slots change ``swap_seconds``."""
         if not num_slots:
             return

@@ -61,7 +61,7 @@ class QueuedCalls:
         self._block_seconds = block_seconds
         self._num_next = 1  # blocks of the next job
         self._has_room = has_room
-        self._waiting: deque[_Waiting] = deque()
+        self.waiting: deque[_Waiting] = deque()
         self._lock = threading.Lock()
         self._in_use = engine.steps.in_use
         self._clock = engine.clock
@@ -83,14 +83,14 @@ class QueuedCalls:
         with self._lock:
             if self._is_closing:
                 raise pipeline_closed()
-            self._waiting.append(waiting)
+            self.waiting.append(waiting)
         self._wake()
         return waiting.result
 
     @property
     def has_jobs(self) -> bool:
         """Whether a call waits and may begin."""
-        return bool(self._waiting) and self._has_room()
+        return bool(self.waiting) and self._has_room()
 
     @property
     def asked(self) -> Sequence[Asked]:
@@ -132,7 +132,7 @@ class QueuedCalls:
                 blocks = range(waiting.num_done, min(waiting.num_done + self._num_next, num_blocks))
                 is_last = blocks.stop == num_blocks
                 if is_last:
-                    self._waiting.remove(waiting)
+                    self.waiting.remove(waiting)
             if is_last and not waiting.result.set_running_or_notify_cancel():
                 return 0
             try:
@@ -155,8 +155,8 @@ class QueuedCalls:
 
     def _end_waiting(self) -> None:
         with self._lock:
-            waiting = list(self._waiting)
-            self._waiting.clear()
+            waiting = list(self.waiting)
+            self.waiting.clear()
         for each in waiting:
             if each.result.set_running_or_notify_cancel():
                 each.result.set_exception(ClosedError(_CLOSED))
@@ -167,9 +167,9 @@ class QueuedCalls:
     def _fail(self, waiting: _Waiting, error: BaseException) -> None:
         """End a call that raised an error, unless it was given up or the source was closed meanwhile."""
         with self._lock:
-            is_waiting = waiting in self._waiting
+            is_waiting = waiting in self.waiting
             if is_waiting:
-                self._waiting.remove(waiting)
+                self.waiting.remove(waiting)
         if waiting.result.running() or (is_waiting and waiting.result.set_running_or_notify_cancel()):
             waiting.result.set_exception(as_ours(error))
 
@@ -179,9 +179,9 @@ class QueuedCalls:
 
     def _alive(self) -> list[_Waiting]:
         """Return what waits; drop what was given up. The lock is held."""
-        alive = [each for each in self._waiting if not each.result.cancelled()]
-        if len(alive) < len(self._waiting):
-            self._waiting = deque(alive)
+        alive = [each for each in self.waiting if not each.result.cancelled()]
+        if len(alive) < len(self.waiting):
+            self.waiting = deque(alive)
         return alive
 
 

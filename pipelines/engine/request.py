@@ -228,14 +228,14 @@ class OutputQueue:
     """Passes outputs from the engine's thread to one reader. Listeners receive every output on the engine's thread."""
 
     def __init__(self) -> None:
-        self._outputs: deque[Output] = deque()
+        self.outputs: deque[Output] = deque()
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()  # one for each output, to wait for
         self._listeners: tuple[Listener, ...] = ()
         self.compile_times: CompileTimes | None = None  # of the request's grammar; set when it is submitted
 
     def put(self, output: Output) -> None:
         """Add an output, wake the reader and call the listeners. Runs on the engine's thread."""
-        self._outputs.append(output)
+        self.outputs.append(output)
         self._news.put(None)
         for listener in self._listeners:
             listener(output)
@@ -246,12 +246,12 @@ class OutputQueue:
 
     def take(self) -> Output:
         """Return the next output, which ``wait`` has found."""
-        return self._outputs.popleft()
+        return self.outputs.popleft()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Return whether there is an output within ``timeout`` seconds. It stays: Ctrl-C while waiting loses nothing."""
         until = None if timeout is None else time.monotonic() + timeout
-        while not self._outputs:
+        while not self.outputs:
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 return False

@@ -70,7 +70,7 @@ class AnswerState(SequenceState):
         processors = processors_for(request.sampling, request.prompt, vocab_size, request.min_new_tokens, late)
         rng = np.random.default_rng(request.seed + index)
         masks = () if grammar_mask is None else (grammar_mask,)  # the last ones: no other allows what they forbid
-        self._sampler = Sampler(request.sampling, [*processors, *more_processors, *masks], rng)
+        self.sampler = Sampler(request.sampling, [*processors, *more_processors, *masks], rng)
 
     @property
     def can_bypass_arena(self) -> bool:
@@ -91,7 +91,7 @@ class AnswerState(SequenceState):
 
     def prepare(self) -> None:
         """Prepare the choice of the next token, while the device computes its logits."""
-        self._sampler.prepare()
+        self.sampler.prepare()
 
     def sample(self, logits: Logits, argmax: int | None = None) -> Choice:
         """Choose the next token from ``logits [vocab]``; ``argmax`` is the index of the largest, if known. ``add`` adds it.
@@ -100,7 +100,7 @@ class AnswerState(SequenceState):
             GenerationConfigError: no token is left to choose.
         """
         start = self.clock()
-        choice = self._sampler.sample(logits, argmax)
+        choice = self.sampler.sample(logits, argmax)
         self._tally.sampling_seconds += self.clock() - start
         return choice
 
@@ -232,7 +232,7 @@ class RequestState(ActiveRequest):
         self._grammar_mask = grammar_mask
         self._cancelled: dict[int | None, FinishReason] = {}  # by the index of the answer; None for all
         self._finished: set[int] = set()
-        self.sequences = [self._new_sequence(0)]
+        self.sequences = [self.new_sequence(0)]
 
     @property
     def priority(self) -> int:
@@ -255,7 +255,7 @@ class RequestState(ActiveRequest):
 
     def fork(self) -> list[AnswerState]:
         """Create the other answers and return them; called once, when the prompt of the first one has run."""
-        siblings = [self._new_sequence(index) for index in range(1, self.request.num_sequences)]
+        siblings = [self.new_sequence(index) for index in range(1, self.request.num_sequences)]
         for sibling in siblings:
             sibling.started = self.sequences[0].started
             sibling.info.set_priority(self.priority)
@@ -263,7 +263,7 @@ class RequestState(ActiveRequest):
         self._apply_cancels()
         return siblings
 
-    def _new_sequence(self, index: int) -> AnswerState:
+    def new_sequence(self, index: int) -> AnswerState:
         more = self._user_processors[index] if self._user_processors else ()
         mask = None if self._grammar_mask is None else self._grammar_mask.clone()
         return AnswerState(self.request, self.queue, self._vocab_size, index, more, mask, self.clock)

@@ -27,7 +27,7 @@ class WindowJobs(QueuedCalls):
 
     def __init__(self, runner: WindowRunner, engine: Engine) -> None:
         super().__init__(engine, lambda: runner.block_costs, lambda: self._bank.num_free > 0)
-        self._runner = runner
+        self.runner = runner
         self._engine = engine
 
     def encode(
@@ -52,11 +52,11 @@ class WindowJobs(QueuedCalls):
     @property
     def seconds(self) -> float:
         """The seconds of device time that a window takes."""
-        return self._runner.cost
+        return self.runner.cost
 
     def release(self) -> None:
         """Drop the program."""
-        self._runner.close()
+        self.runner.close()
 
     @property
     def _bank(self) -> CrossBank:
@@ -64,10 +64,10 @@ class WindowJobs(QueuedCalls):
 
     def _encode(self, features: NDArray[np.float32], blocks: range, meanwhile: Meanwhile) -> int:
         """Return the number of a window, if the last block is among these; else 0."""
-        self._runner.run_blocks(features, blocks, meanwhile)
-        if blocks.stop < self._runner.num_blocks:
+        self.runner.run_blocks(features, blocks, meanwhile)
+        if blocks.stop < self.runner.num_blocks:
             return 0
-        frames = self._runner.finite_frames()
+        frames = self.runner.finite_frames()
         if frames is None:
             raise NumericalError(
                 "the encoder computed values that are not finite: check the sound, or try INFERENCE_PRECISION_HINT='f32'"
@@ -80,7 +80,7 @@ class AlignmentJobs(QueuedCalls):
 
     def __init__(self, runner: AlignmentRunner, engine: Engine) -> None:
         super().__init__(engine, lambda: [runner.cost])
-        self._runner = runner
+        self.runner = runner
         self._engine = engine
 
     def align(
@@ -91,8 +91,8 @@ class AlignmentJobs(QueuedCalls):
 
     def release(self) -> None:
         """Drop the program."""
-        self._runner.close()
+        self.runner.close()
 
     def _align(self, window: int, tokens: Sequence[int], blocks: range, meanwhile: Meanwhile) -> NDArray[np.float32]:
         del blocks  # there is one
-        return self._runner.run(tokens, self._engine.runner.cache.cross.frames(window), meanwhile)
+        return self.runner.run(tokens, self._engine.runner.cache.cross.frames(window), meanwhile)

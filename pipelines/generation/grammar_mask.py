@@ -147,7 +147,7 @@ class GrammarMask:
         times: MaskTimes | None = None,
         num_left: int | None = None,
     ) -> None:
-        self._matcher = matcher
+        self.matcher = matcher
         self._num_left = num_left
         self._times = times or MaskTimes()
         ends = {token for token in stop_token_ids if token < vocab_size and token in special}
@@ -165,7 +165,7 @@ class GrammarMask:
     def clone(self) -> GrammarMask:
         """Return a processor at the same place of the same grammar, for another answer that begins alike."""
         cloned = copy.copy(self)
-        cloned._matcher = self._matcher.clone()
+        cloned.matcher = self.matcher.clone()
         cloned._chosen = list(self._chosen)
         cloned._forced = None if self._forced is None else list(self._forced)
         return cloned
@@ -206,11 +206,11 @@ class GrammarMask:
         """Return whether the answer could not end in time after ``token``, which ``process`` allows."""
         if self._num_left is None or self._forced or token in self._ends:
             return False
-        return not self._matcher.fits([token], self._num_left - 1)
+        return not self.matcher.fits([token], self._num_left - 1)
 
     def keep_ending(self, logits: NDArray[np.float32]) -> None:
         """Set the logits ``[vocab]`` of all tokens to -inf but that of a short way to the end, if this one is not there."""
-        token = self._matcher.ending_token()
+        token = self.matcher.ending_token()
         kept = self._ends if token is None else np.array([token], np.intp)
         if logits[kept].max() > -np.inf:
             _keep_only(logits, kept)
@@ -220,7 +220,7 @@ class GrammarMask:
 
         Few tokens are tried. If none of them is left, the answer goes a short way to its end.
         """
-        if self._num_left is None or self._forced or self._matcher.is_far(self._num_left - 1):
+        if self._num_left is None or self._forced or self.matcher.is_far(self._num_left - 1):
             return
         best = np.argsort(-logits, kind="stable")[: count + MAX_REFUSED]
         kept: list[int] = []
@@ -242,7 +242,7 @@ class GrammarMask:
             return False
         if self._forced is None and self._error is None:
             self._find_forced()
-        return self._error is None and self._matcher.is_at_end and {*(self._forced or ())} <= {*self._ends.tolist()}
+        return self._error is None and self.matcher.is_at_end and {*(self._forced or ())} <= {*self._ends.tolist()}
 
     def accept(self, token: int) -> None:
         """Go on by the token that was chosen. The matcher learns of it with the next mask, unless it was forced."""
@@ -278,17 +278,17 @@ class GrammarMask:
         self._is_shortest = False
         try:
             if chosen:
-                self._matcher.accept(chosen)
-            forced = self._matcher.forced()
-            if forced and self._num_left is not None and not self._matcher.fits(forced, self._num_left - len(forced)):
+                self.matcher.accept(chosen)
+            forced = self.matcher.forced()
+            if forced and self._num_left is not None and not self.matcher.fits(forced, self._num_left - len(forced)):
                 token = (
-                    self._matcher.ending_token()
+                    self.matcher.ending_token()
                 )  # fewer tokens have the same text; the mask would allow none of them
                 forced = [] if token is None else [token]
                 self._is_shortest = True
             if forced:
-                self._matcher.accept(forced)
-            if self._matcher.is_at_end and len(self._ends) == 1:
+                self.matcher.accept(forced)
+            if self.matcher.is_at_end and len(self._ends) == 1:
                 forced.append(int(self._ends[0]))
             self._forced = forced
         except GenerationConfigError as error:
@@ -301,8 +301,8 @@ class GrammarMask:
         if self._error is not None:
             return
         try:
-            allowed = self._matcher.allowed()
-            if self._matcher.can_end:
+            allowed = self.matcher.allowed()
+            if self.matcher.can_end:
                 allowed[self._ends] = True
             few = np.flatnonzero(allowed) if np.count_nonzero(allowed) <= FEW else None
             self._mask = Mask(few, None if few is not None else ~allowed)

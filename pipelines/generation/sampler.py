@@ -38,21 +38,21 @@ class Choice:
 class Mirostat:
     """Mirostat 2 (arXiv 2007.14966, as llamacpp computes it): cuts off tokens so that the surprise stays near a target.
 
-    Surprise is -log2 p. Tokens with more than ``_limit`` are cut off, which begins at ``2 * tau``; after each token the limit
+    Surprise is -log2 p. Tokens with more than ``limit`` are cut off, which begins at ``2 * tau``; after each token the limit
     moves by ``eta`` times the difference between ``tau`` and the surprise of that token among the kept ones.
     """
 
     def __init__(self, tau: float, eta: float) -> None:
         self._tau = tau
         self._eta = eta
-        self._limit = 2 * tau
+        self.limit = 2 * tau
 
     def draw(self, weights: Logits, uniform: float) -> Choice:
         """Return the index that ``uniform``, a number in [0, 1], selects among ``weights [n]``, and move the limit."""
-        least = float(weights.sum(dtype=np.float64)) * 2.0 ** -min(self._limit, 1000.0)
+        least = float(weights.sum(dtype=np.float64)) * 2.0 ** -min(self.limit, 1000.0)
         kept = weights * (weights >= min(least, float(weights.max())))
         choice = _drawn(kept, uniform)
-        self._limit -= self._eta * (-choice.logprob / math.log(2) - self._tau)
+        self.limit -= self._eta * (-choice.logprob / math.log(2) - self._tau)
         return choice
 
 
@@ -65,11 +65,11 @@ class Sampler:
 
     def __init__(self, params: SamplingParams, processors: Sequence[LogitsProcessor], rng: np.random.Generator) -> None:
         self._params = params
-        self._processors = tuple(processors)
+        self.processors = tuple(processors)
         self._rng = rng
         self._mirostat = Mirostat(params.mirostat_tau, params.mirostat_eta) if params.mirostat else None
-        self._preparable = [processor for processor in self._processors if isinstance(processor, Preparable)]
-        self._refusing = [processor for processor in self._processors if isinstance(processor, Refusing)]
+        self._preparable = [processor for processor in self.processors if isinstance(processor, Preparable)]
+        self._refusing = [processor for processor in self.processors if isinstance(processor, Refusing)]
 
     def prepare(self) -> None:
         """Let the processors prepare the next token; called while the device computes its logits."""
@@ -94,7 +94,7 @@ class Sampler:
             choice = self._choose(processed)
         for refusing in self._refusing:
             choice = self._not_refused(refusing, choice, processed)
-        for processor in self._processors:
+        for processor in self.processors:
             processor.accept(choice.token)
         if self._params.wants_logprobs:
             return Choice(choice.token, _log_probability(logits, choice.token))
@@ -120,7 +120,7 @@ class Sampler:
 
     def _processed(self, logits: Logits) -> Logits:
         """Return a copy that the active processors have changed; ``logits`` itself if none is active."""
-        active = [processor for processor in self._processors if processor.is_active]
+        active = [processor for processor in self.processors if processor.is_active]
         if not active:
             return logits
         processed = logits.copy()

@@ -47,10 +47,10 @@ class GrammarCompiler:
         self._vocabulary: Vocabulary | None = None
         self._bounds: TokenBounds | None = None
         self._tokenizers: dict[int, LLTokenizer] = {}  # by the model's number of token ids
-        self._kept: OrderedDict[tuple[Grammar, int], Matcher] = OrderedDict()
-        self._fewest: dict[Grammar, float] = {}
+        self.kept: OrderedDict[tuple[Grammar, int], Matcher] = OrderedDict()
+        self.fewest: dict[Grammar, float] = {}
         self._costs: dict[int, TokenCosts] = {}  # by the model's number of token ids
-        self._endings: dict[tuple[Grammar, int], GrammarEndings | None] = {}
+        self.endings: dict[tuple[Grammar, int], GrammarEndings | None] = {}
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -113,23 +113,23 @@ class GrammarCompiler:
 
         Copies of a matcher share llguidance's limits, so that one whose limits an answer has used up is compiled again.
         """
-        found = self._kept.get((grammar, vocab_size))
+        found = self.kept.get((grammar, vocab_size))
         if found is None or found.is_used_up:
             grammar.check()
             found = self._compiled(grammar, vocab_size)
-            self._kept[grammar, vocab_size] = found
-        self._kept.move_to_end((grammar, vocab_size))
+            self.kept[grammar, vocab_size] = found
+        self.kept.move_to_end((grammar, vocab_size))
         return found
 
     def _forget(self) -> None:
         """Drop the oldest grammars that are too many, with all that is known of them."""
-        num_chars = sum(len(grammar.text) for grammar, _ in self._kept)
-        while len(self._kept) > 1 and (len(self._kept) > MAX_KEPT or num_chars > MAX_KEPT_CHARS):
-            (dropped, _), _ = self._kept.popitem(last=False)
+        num_chars = sum(len(grammar.text) for grammar, _ in self.kept)
+        while len(self.kept) > 1 and (len(self.kept) > MAX_KEPT or num_chars > MAX_KEPT_CHARS):
+            (dropped, _), _ = self.kept.popitem(last=False)
             num_chars -= len(dropped.text)
-        self._endings = {key: found for key, found in self._endings.items() if key in self._kept}
-        known = {grammar for grammar, _ in self._kept}
-        self._fewest = {grammar: found for grammar, found in self._fewest.items() if grammar in known}
+        self.endings = {key: found for key, found in self.endings.items() if key in self.kept}
+        known = {grammar for grammar, _ in self.kept}
+        self.fewest = {grammar: found for grammar, found in self.fewest.items() if grammar in known}
 
     def _compiled(self, grammar: Grammar, vocab_size: int) -> Matcher:
         tokenizer = self._tokenizer(vocab_size)
@@ -148,11 +148,11 @@ class GrammarCompiler:
         """Return what is known of the endings of a grammar that is kept; None if nothing is."""
         if vocab_size not in self._costs:
             self._costs[vocab_size] = TokenCosts(self._known_vocabulary(), vocab_size)
-        if (grammar, vocab_size) not in self._endings:
+        if (grammar, vocab_size) not in self.endings:
             costs = self._costs[vocab_size]
             found = GrammarEndings(grammar, self._known_vocabulary(), costs)
-            self._endings[grammar, vocab_size] = None if found.first is None else found
-        return self._endings[grammar, vocab_size]
+            self.endings[grammar, vocab_size] = None if found.first is None else found
+        return self.endings[grammar, vocab_size]
 
     def _tokenizer(self, vocab_size: int) -> LLTokenizer:
         """Return llguidance's tokenizer for a model with logits ``[vocab_size]``, which may be more or fewer than the tokens."""
@@ -195,10 +195,10 @@ class GrammarCompiler:
         """
         if max_new_tokens is None:
             return None
-        if grammar not in self._fewest:
+        if grammar not in self.fewest:
             self._bounds = self._bounds or TokenBounds(self._known_vocabulary())
-            self._fewest[grammar] = self._bounds.fewest_tokens(grammar)
-        fewest = self._fewest[grammar] + num_before
+            self.fewest[grammar] = self._bounds.fewest_tokens(grammar)
+        fewest = self.fewest[grammar] + num_before
         if math.isinf(fewest):
             raise GenerationConfigError(
                 f"no answer of this grammar ({grammar.kind}) ends: give each recursion a way out that this model has tokens for"

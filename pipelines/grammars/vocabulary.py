@@ -118,17 +118,17 @@ class TokenEncoder:
         self._special = special
         self._ids = {text: id for id, text in enumerate(tokens) if text and id not in special}
         self._longest = max(map(len, self._ids), default=1)
-        self._kept: dict[str, list[int]] = {}
+        self.kept: dict[str, list[int]] = {}
 
     def __call__(self, text: str) -> list[int]:
         """Return the ids of a text. A grammar asks for the same ones again and again, so the last texts are kept."""
-        found = self._kept.get(text)
+        found = self.kept.get(text)
         if found is None:
             found = self._exact(text)
             if len(text) <= MAX_KEPT_CHARS:
-                self._kept[text] = found
-            if len(self._kept) > MAX_KEPT:
-                self._kept.pop(next(iter(self._kept)), None)
+                self.kept[text] = found
+            if len(self.kept) > MAX_KEPT:
+                self.kept.pop(next(iter(self.kept)), None)
         return found
 
     def _exact(self, text: str) -> list[int]:

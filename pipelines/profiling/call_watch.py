@@ -85,8 +85,8 @@ class CallWatch:
         self._log = RecentCalls()
         self._taken = 0
         self._lock = threading.Lock()
-        self._last_tokens: dict[int, float] = {}  # the moment of each request's last token
-        self._decoding: set[int] = set()
+        self.last_tokens: dict[int, float] = {}  # the moment of each request's last token
+        self.decoding: set[int] = set()
         self._ended: list[int] = []  # their last call is recorded after them
 
     def after(self, number: int, progress: EngineProgress, stats: Stats) -> dict[str, Any]:
@@ -147,24 +147,24 @@ class CallWatch:
         """Return the longest time (ms) from the previous token of a request that decoded in this call; None without one."""
         if step.has_failed:
             return None
-        if len(self._last_tokens) > MAX_KNOWN:
+        if len(self.last_tokens) > MAX_KNOWN:
             self._forget_tokens()
-        gaps = [step.end - self._last_tokens[number] for number in step.decode if number in self._last_tokens]
+        gaps = [step.end - self.last_tokens[number] for number in step.decode if number in self.last_tokens]
         for number in step.decode:
-            self._last_tokens[number] = step.end
-            self._decoding.add(number)
+            self.last_tokens[number] = step.end
+            self.decoding.add(number)
         for number, _ in step.prefill:
-            if number not in self._decoding:  # a preempted request has a last token
-                self._last_tokens[number] = step.end
+            if number not in self.decoding:  # a preempted request has a last token
+                self.last_tokens[number] = step.end
         for number in self._ended:
-            self._last_tokens.pop(number, None)
-            self._decoding.discard(number)
+            self.last_tokens.pop(number, None)
+            self.decoding.discard(number)
         self._ended.clear()
         return _ms(max(gaps, default=None))
 
     def _forget_tokens(self) -> None:
-        self._last_tokens.clear()
-        self._decoding.clear()
+        self.last_tokens.clear()
+        self.decoding.clear()
         self._ended.clear()
 
     def _answer(self, request: RequestRecord) -> dict[str, Any]:

@@ -300,9 +300,9 @@ class ModelRunner:
         tokens = sorted(
             {vocab_size // 7, vocab_size // 3}
         )  # calls take as long as decode steps, and requests wait meanwhile
-        return None if self.cache.states else find_rotations(self.cache.kv_states, self._rows_at, tokens, last)
+        return None if self.cache.states else find_rotations(self.cache.kv_states, self.rows_at, tokens, last)
 
-    def _rows_at(self, token: int, position: int) -> list[NDArray[Any]]:
+    def rows_at(self, token: int, position: int) -> list[NDArray[Any]]:
         """Return the keys and values of a token that sees only itself: per group of states ``[n, heads, 1, head_dim]``."""
         segment = Segment(self.cache.open(), np.array([token], np.int64))
         variant = self.variant_for([segment])

@@ -37,7 +37,7 @@ class VariantIndex:
             size = variant.rows, variant.sequences
             buckets[size] = (*buckets.get(size, ()), variant.kv_len)
             self._of_size.setdefault(size, []).append(variant)
-        self._buckets = buckets
+        self.buckets = buckets
         self.rows_with_logits = tuple(sorted({v.rows for v in self.variants if v.extra_logits}, reverse=True))
         self._by_logits = sorted(self.variants, key=lambda found: (found.rows, found.num_logits, found))
         self.sizes = tuple(sorted(buckets))
@@ -97,7 +97,7 @@ class VariantIndex:
 
     def at(self, rows: int, sequences: int, num_past: int, is_fresh: bool = False) -> Variant | None:
         """Return the variant of exactly this size with the smallest KV length that shows the past, or None."""
-        kv_lens = self._buckets.get((rows, sequences), ())
+        kv_lens = self.buckets.get((rows, sequences), ())
         if kv_lens and not kv_lens[0] and (is_fresh or not num_past):
             return self._of_size[rows, sequences][0]
         place = bisect_left(kv_lens, max(num_past, 1))

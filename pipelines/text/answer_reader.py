@@ -83,14 +83,14 @@ class AnswerReader:
         self._client = client
         self._prepared = prepared
         self._request = prepared.request
-        self._queue = queue
+        self.queue = queue
         self.processors = [OutputProcessor(prepared, load_ms, index) for index in range(self._request.num_sequences)]
         self._ends: list[Finished | None] = [None] * len(self.processors)
         self.outputs: dict[int, RequestOutput] = {}
         self.error: BaseException | None = None
-        self._role = ReaderRole()
-        self._pid = os.getpid()
-        self._first: TextDelta | None = self.processors[0].echo
+        self.role = ReaderRole()
+        self.pid = os.getpid()
+        self.first: TextDelta | None = self.processors[0].echo
         if self._request.max_new_tokens == 0:  # nothing to generate: the request never reaches the engine
             for index in range(len(self.processors)):
                 self._close(Finished(FinishReason.LENGTH, index=index))
@@ -170,18 +170,18 @@ class AnswerReader:
                 )
             if has_echo:
                 if not self.is_done:
-                    check_process(self._pid)
+                    check_process(self.pid)
                 yield from self._take_first()
             while not self.is_done:
-                self._role.move_here(token)
-                check_process(self._pid)
-                if self._queue.wait(_poll_seconds(until)):
+                self.role.move_here(token)
+                check_process(self.pid)
+                if self.queue.wait(_poll_seconds(until)):
                     if (delta := self._take_next()) is not None:
                         yield delta
                 elif until is not None and time.monotonic() >= until:
                     raise TimeoutError("the request has not ended yet; it goes on")
         finally:
-            self._role.leave(token)
+            self.role.leave(token)
         self._raise_error()
 
     async def read_async(self, least_gap: float = 0.0) -> AsyncGenerator[list[TextDelta], None]:
@@ -191,7 +191,7 @@ class AnswerReader:
             ClosedError: this is a forked child.
             StaticLLMError: another thread or task reads, or the request failed.
         """
-        check_process(self._pid)
+        check_process(self.pid)
         waker = running_waker()
         token = object()
         signal = OutputSignal(waker, least_gap)
@@ -200,13 +200,13 @@ class AnswerReader:
                 yield first
             self._raise_error()
             return
-        if not self._role.enter(token, 0):
+        if not self.role.enter(token, 0):
             raise StaticLLMError("another thread or task reads this handle: a handle has one reader at a time")
 
         def wake(output: Output) -> None:
             signal.set(is_end=isinstance(output, Finished))
 
-        self._queue.add_listener(wake)
+        self.queue.add_listener(wake)
         try:
             if first := self._take_first():
                 yield first
@@ -225,8 +225,8 @@ class AnswerReader:
                 elif not self.is_done:  # ``stop`` takes no output: the signal of the last one may have been cleared
                     await signal.wait()
         finally:
-            self._queue.remove_listener(wake)
-            self._role.leave(token)
+            self.queue.remove_listener(wake)
+            self.role.leave(token)
             if not self.is_done:
                 self.cancel()
         self._raise_error()
@@ -234,7 +234,7 @@ class AnswerReader:
     def _take_ready(self, batch: list[TextDelta]) -> int:
         """Take the outputs that have come, at most ``MAX_BATCH``, and add their increments to ``batch``. Return their number."""
         for number in range(MAX_BATCH):
-            if self.is_done or not self._queue.wait(0):
+            if self.is_done or not self.queue.wait(0):
                 return number
             if (delta := self._take_next()) is not None:
                 batch.append(delta)
@@ -242,8 +242,8 @@ class AnswerReader:
 
     def _take_first(self) -> list[TextDelta]:
         """Return the prompt as the first delta, once, if it is part of the answer (``echo``)."""
-        first = self._first
-        self._first = None
+        first = self.first
+        self.first = None
         return [] if first is None else [first]
 
     def _raise_error(self) -> None:
@@ -256,7 +256,7 @@ class AnswerReader:
         if not self.is_done:
             check_may_wait()
         while not self.is_done:
-            if self._role.enter(token, _poll_seconds(until)):
+            if self.role.enter(token, _poll_seconds(until)):
                 return True
             if until is not None and time.monotonic() >= until:
                 return self.is_done
@@ -265,7 +265,7 @@ class AnswerReader:
     def _take_next(self) -> TextDelta | None:
         """Take and decode the next output. If that fails, or Ctrl-C comes meanwhile, every later reader gets an error too."""
         try:
-            return self._take(self._queue.take())
+            return self._take(self.queue.take())
         except BaseException as error:
             self.error = error if isinstance(error, StaticLLMError) else _torn(error)
             self.cancel()
@@ -275,8 +275,8 @@ class AnswerReader:
         """Take what is left without decoding it, until every answer has ended, for at most ``seconds``."""
         ended = {index for index, end in enumerate(self._ends) if end is not None}
         until = time.monotonic() + seconds
-        while len(ended) < len(self._ends) and self._queue.wait(max(0.0, until - time.monotonic())):
-            output = self._queue.take()
+        while len(ended) < len(self._ends) and self.queue.wait(max(0.0, until - time.monotonic())):
+            output = self.queue.take()
             if isinstance(output, Finished):
                 ended.add(output.index)
 
@@ -295,13 +295,13 @@ class AnswerReader:
 
     def _close(self, end: Finished, is_dropped: bool = False) -> TextDelta | None:
         """Record the end of one answer, and return its last increment."""
-        ending = self.processors[end.index].finish(end.reason, is_dropped, self._queue.compile_times)
+        ending = self.processors[end.index].finish(end.reason, is_dropped, self.queue.compile_times)
         self.outputs[end.index] = ending.output
         self._ends[end.index] = replace(end, reason=ending.output.finish_reason)
         return ending.delta
 
     def __del__(self) -> None:
-        if hasattr(self, "_pid") and not all(self._ends):
+        if hasattr(self, "pid") and not all(self._ends):
             self.cancel()
 
 

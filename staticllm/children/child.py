@@ -78,7 +78,7 @@ class Child:
         if sys.platform == "win32":
             flags = subprocess.CREATE_NEW_PROCESS_GROUP | (subprocess.DETACHED_PROCESS if is_detached else 0)
         with contextlib.ExitStack() as files:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 list(command), stdin=stream, stdout=stream, cwd=folder, creationflags=flags,
                 stderr=None if errors is None else files.enter_context(errors.open("wb")),
                 start_new_session=sys.platform != "win32", env={**inherited, **(environment or {})},
@@ -86,7 +86,7 @@ class Child:
 
         if is_detached:
             _detached[:] = [each for each in _detached if each.poll() is None]  # or they stay as zombies
-            _detached.append(self._process)
+            _detached.append(self.process)
 
     def __enter__(self: Own) -> Own:
         return self
@@ -98,17 +98,17 @@ class Child:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self.process.pid
 
     @property
     def exit_code(self) -> int | None:
         """The exit code, on POSIX systems negative for a signal; None while it runs."""
-        return self._process.poll()
+        return self.process.poll()
 
     @property
     def is_usable(self) -> bool:
         """Whether the process runs, and its pipes are open."""
-        return self.exit_code is None and self._process.stdin is not None and not self._process.stdin.closed
+        return self.exit_code is None and self.process.stdin is not None and not self.process.stdin.closed
 
     def wait_until(self, is_ready: Callable[[], bool], seconds: float) -> bool:
         """Return True as soon as ``is_ready()``, and False when the process has ended or ``seconds`` have passed."""
@@ -148,7 +148,7 @@ class Child:
 
     def kill(self) -> None:
         """End the process at once; a thread that waits in ``ask`` gets a ``ChildLostError``."""
-        self._process.kill()
+        self.process.kill()
 
     def kill_all(self) -> None:
         """End the process and its descendants at once, except those that have made sessions of their own.
@@ -163,7 +163,7 @@ class Child:
             descendants: list[psutil.Process] = []
             with contextlib.suppress(psutil.Error):
                 descendants = psutil.Process(self.pid).children(recursive=True)
-            self._process.kill()
+            self.process.kill()
             for each in descendants:
                 with contextlib.suppress(psutil.Error):
                     each.kill()
@@ -173,7 +173,7 @@ class Child:
 
     def end(self, seconds: float) -> int:
         """Close the pipes, or terminate a process without, wait for its end, kill it after ``seconds``; return its exit code."""
-        process = self._process
+        process = self.process
         if process.stdin is None:
             process.terminate()
         for pipe in (process.stdin, process.stdout):
@@ -185,16 +185,16 @@ class Child:
     def wait(self, seconds: float) -> int:
         """Wait for the end of the process, kill it after ``seconds``, and return its exit code."""
         try:
-            return self._process.wait(seconds)
+            return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+            self.process.kill()
+            return self.process.wait()
         except BaseException:
-            self._process.kill()
+            self.process.kill()
             raise
 
     def _ask(self, message: Message) -> Message:
-        process = self._process
+        process = self.process
         assert process.stdin is not None, "it has no pipes"
         assert process.stdout is not None, "it has no pipes"
         try:

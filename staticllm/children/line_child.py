@@ -40,7 +40,7 @@ class LineChild(Child):
         errors: Path | None = None,
     ) -> None:
         super().__init__(command, environment=environment, folder=folder, errors=errors, has_pipes=True)
-        assert self._process.stdout is not None, "it has pipes"
+        assert self.process.stdout is not None, "it has pipes"
         self._lines: queue.Queue[bytes] = queue.Queue(MAX_WAITING)
         self._is_ended = threading.Event()
         try:
@@ -56,11 +56,11 @@ class LineChild(Child):
         Raises:
             ChildLostError: the process does not read any more, and was ended.
         """
-        assert self._process.stdin is not None, "it has pipes"
+        assert self.process.stdin is not None, "it has pipes"
         assert "\n" not in line, "it is one line"
         try:
-            self._process.stdin.write(line.encode() + b"\n")
-            self._process.stdin.flush()
+            self.process.stdin.write(line.encode() + b"\n")
+            self.process.stdin.flush()
         except (OSError, ValueError) as error:  # ValueError: closed meanwhile
             raise self._lost_child(str(error)) from None
 
@@ -99,16 +99,16 @@ class LineChild(Child):
     def end(self, seconds: float) -> int:
         """Close stdin, wait for the end of the process, kill it and its descendants after ``seconds``; return its exit code."""
         self._is_ended.set()
-        assert self._process.stdin is not None, "it has pipes"
+        assert self.process.stdin is not None, "it has pipes"
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self.process.stdin.close()
         if not self.wait_until(lambda: False, seconds):
             self.kill()
         return self.wait(seconds)
 
     def _read(self) -> None:
         """Read lines until the pipe ends, on a thread of its own."""
-        stream = self._process.stdout
+        stream = self.process.stdout
         assert stream is not None, "it has pipes"
         with contextlib.suppress(OSError, ValueError), stream:
             while line := stream.readline(MAX_LINE + 2):

@@ -47,10 +47,10 @@ NOTES = "notes"
 """The field of the child's answer with what it has assumed, lines for the user."""
 MAX_SECONDS = 3600.0
 STAGE: Stage = "convert"
-_FILES = "files.json"
+FILES = "files.json"
 """The digests and stamps of the files of a converted model, by which one is noticed that others have damaged."""
 _MOST_FILES = 1 << 16
-_STEP_NS = 2 * 10**9
+STEP_NS = 2 * 10**9
 """The longest step in which file systems count times."""
 _CHUNK = 16 << 20
 _DIGEST_CHARS = 32
@@ -63,7 +63,7 @@ _BITS = {
 """Bits per number of a converted model, with scales and zero points; numbers of other types stay as large as they are."""
 SECONDS_TO_HALF, SECONDS_PER_BYTE = 3.0, 10e-9
 """What converting takes until it is shown as half done: something, and more for large files."""
-_SPARE_BYTES = 64 << 20
+SPARE_BYTES = 64 << 20
 """What a converted model has beside its weights: vocabulary and graph."""
 
 
@@ -162,7 +162,7 @@ def _is_settled(note: Path, state: _FileState) -> bool:
     Times move in steps: a change right after the file was read could leave them as they were.
     """
     with suppress(OSError):
-        return note.stat().st_mtime_ns - state.changed > _STEP_NS
+        return note.stat().st_mtime_ns - state.changed > STEP_NS
     return False
 
 
@@ -236,10 +236,10 @@ def remove_converted(model: ConvertedModel) -> None:
 
 def _digest_of(path: Path, num_bytes: int) -> str:
     """Return the digest of what converts and of the file up to the end of its last tensor."""
-    return _file_digest(path, num_bytes, converter().encode())
+    return file_digest(path, num_bytes, converter().encode())
 
 
-def _file_digest(path: Path, num_bytes: int | None = None, before: bytes = b"") -> str:
+def file_digest(path: Path, num_bytes: int | None = None, before: bytes = b"") -> str:
     """Return the digest of ``before`` and of a file, or of its first bytes."""
     found = sha256(before)
     left = path.stat().st_size if num_bytes is None else num_bytes
@@ -261,7 +261,7 @@ def converted_size(header: GGUFHeader) -> int:
 
 
 def _check_room(path: Path, folder: Path, num_bytes: int) -> None:
-    needed = num_bytes + _SPARE_BYTES
+    needed = num_bytes + SPARE_BYTES
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ModelError(
@@ -283,9 +283,9 @@ def _convert(path: Path, target: Path, num_bytes: int, state: _FileState) -> Non
     scratch = target.with_name(f"{_UNFINISHED}{target.name}.{secrets.token_hex(4)}")
     scratch.mkdir()
     try:
-        _run_child(path, scratch, lock)
+        run_child(path, scratch, lock)
         _check_unchanged(path, state, _digest_of(path, num_bytes) == target.name)
-        (scratch / _FILES).write_text(json.dumps(_files_of(scratch)), "utf-8")
+        (scratch / FILES).write_text(json.dumps(_files_of(scratch)), "utf-8")
         scratch.rename(target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -293,10 +293,10 @@ def _convert(path: Path, target: Path, num_bytes: int, state: _FileState) -> Non
 
 def _files_of(folder: Path) -> dict[str, list[Any]]:
     """Return the digest of each file by its name, and the stamp with which it was read."""
-    paths = sorted(each for each in folder.iterdir() if each.name != _FILES and each.is_file())
+    paths = sorted(each for each in folder.iterdir() if each.name != FILES and each.is_file())
     stamps = [stamp_of(each) for each in paths]  # first: of what changes meanwhile, they are too old
     with ThreadPool(2, "staticllm-files") as pool:
-        digests = pool.map(_file_digest, paths)
+        digests = pool.map(file_digest, paths)
         return {each.name: [digest, *stamp] for each, digest, stamp in zip(paths, digests, stamps, strict=True)}
 
 
@@ -306,14 +306,14 @@ def _is_whole(folder: Path) -> bool:
     A file that has the stamp with which it was read is not read again.
     """
     try:
-        known = json.loads(read_regular(folder / _FILES, _MOST_FILES, follow=False))
+        known = json.loads(read_regular(folder / FILES, _MOST_FILES, follow=False))
         is_same = all(list(stamp_of(folder / name)) == stamp for name, (_, *stamp) in known.items())
         if not is_same:
             found = {name: each for name, each in _files_of(folder).items() if name in known}
             if {name: each[0] for name, each in found.items()} != {name: each[0] for name, each in known.items()}:
                 return False
             with suppress(OSError):
-                write_whole(folder / _FILES, json.dumps(found).encode())
+                write_whole(folder / FILES, json.dumps(found).encode())
         return bool(known)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return False
@@ -328,7 +328,7 @@ def _remove_unfinished(target: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _run_child(path: Path, scratch: Path, lock: Path) -> None:
+def run_child(path: Path, scratch: Path, lock: Path) -> None:
     """Convert in a child process: the readers are not made for damaged files, and the memory is free afterwards.
 
     The child holds ``lock``, which outlives this process if that is killed.

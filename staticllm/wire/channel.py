@@ -61,12 +61,12 @@ class Channel:
     """
 
     def __init__(self, connection: Any, takes_blocks: bool = True) -> None:
-        self._connection = connection
+        self.connection = connection
         self._takes_blocks = takes_blocks
         self._block: Block | None = None
         self._is_unsent = False  # the peer has not got the block yet
-        self._frames: dict[object, Frame] = {}  # by what is the same in all messages of a frame
-        self._bodies: dict[bytes, Body] = {}
+        self.frames: dict[object, Frame] = {}  # by what is the same in all messages of a frame
+        self.bodies: dict[bytes, Body] = {}
         self._check: Callable[[], object] | None = None
         self.renew()
         renew_in_children(self)
@@ -91,13 +91,13 @@ class Channel:
             return
         seconds, rest = divmod(endpoint.PROBE_SECONDS, 1)
         limit = struct.pack("@ll", int(seconds), int(rest * 1e6))  # a timeval
-        with socket.socket(fileno=os.dup(self._connection.fileno())) as peer:
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as peer:
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def fileno(self) -> int:
         """Return the handle on which messages arrive."""
-        number: int = self._connection.fileno()
+        number: int = self.connection.fileno()
         return number
 
     def send(self, message: Message) -> None:
@@ -109,12 +109,12 @@ class Channel:
         """
         if not self._is_unsent or self._block is None:
             data = encode(message)
-            self._write(bytearray(LENGTH.pack(len(data)) + data))
+            self.write(bytearray(LENGTH.pack(len(data)) + data))
             return
         body = {**message.body, "block_size": len(self._block)}
         data = encode(replace(message, flags=message.flags | BLOCK, body=body))
-        self._write(bytearray(LENGTH.pack(len(data)) + data))
-        self._block.send(self._connection)
+        self.write(bytearray(LENGTH.pack(len(data)) + data))
+        self._block.send(self.connection)
         self._is_unsent = False
 
     def receive(self) -> Message:
@@ -124,19 +124,19 @@ class Channel:
             ProtocolError: it is not a message.
             EOFError, OSError: the peer has gone, or sent more than ``MAX_FRAME`` bytes.
         """
-        message = decode(self._read(), self._bodies)
+        message = decode(self._read(), self.bodies)
         if message.flags & BLOCK and not self._takes_blocks:
             raise ProtocolError(f"{message.kind.name}: shared memory from a client, the daemon gives it out")
         if message.flags & BLOCK:
             size = message.body.get("block_size")
             if not isinstance(size, int) or not 0 < size < 1 << 40:
                 raise ProtocolError(f"{message.kind.name}: a block of {size!r} bytes")
-            self._replace(Block.receive(self._connection, size))
+            self._replace(Block.receive(self.connection, size))
         return message
 
     def poll(self, seconds: float | None) -> bool:
         """Wait at most ``seconds`` for a message or the end of the connection; return whether there is one."""
-        found: bool = self._connection.poll(seconds)
+        found: bool = self.connection.poll(seconds)
         return found
 
     def grow(self, size: int) -> None:
@@ -155,19 +155,19 @@ class Channel:
             NoRoomError: the block is too small.
         """
         key = (*names, *message.body.items(), *[(array.dtype, array.shape) for array in arrays])
-        frame = self._frames.get(key)
+        frame = self.frames.get(key)
         if frame is None:
-            if len(self._frames) >= MAX_FRAMES:
-                self._frames.clear()
+            if len(self.frames) >= MAX_FRAMES:
+                self.frames.clear()
             frame = self._frame(message, arrays, names)
-            self._frames[key] = frame
+            self.frames[key] = frame
         for view, array in zip(frame.views, arrays, strict=True):
             view[...] = array
         write_header(message, frame.text_bytes, frame.data, LENGTH.size)
         if self._is_unsent:
             self.send(decode(bytes(frame.data[LENGTH.size :])))
         else:
-            self._write(frame.data)
+            self.write(frame.data)
 
     def _frame(self, message: Message, arrays: Sequence[Array], names: Sequence[int | str]) -> Frame:
         body = {**message.body, "tensors": tensors.describe(arrays, names)}
@@ -198,23 +198,23 @@ class Channel:
         """End the connection for both sides; a thread that waits in ``receive`` returns. Any thread may call."""
         with self._closing, contextlib.suppress(OSError, ValueError):
             if sys.platform == "win32":
-                self._connection.close()
+                self.connection.close()
                 return
-            with socket.socket(fileno=os.dup(self._connection.fileno())) as peer:
+            with socket.socket(fileno=os.dup(self.connection.fileno())) as peer:
                 peer.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection and the block. A second call does nothing."""
         with self._closing, contextlib.suppress(OSError):
-            self._connection.close()
+            self.connection.close()
         self._replace(None)
 
-    def _write(self, data: bytearray) -> None:
+    def write(self, data: bytearray) -> None:
         """Write a message, with its length before it."""
         if sys.platform == "win32":
-            self._connection.send_bytes(memoryview(data)[LENGTH.size :])
+            self.connection.send_bytes(memoryview(data)[LENGTH.size :])
             return
-        handle = self._connection.fileno()
+        handle = self.connection.fileno()
         rest = memoryview(data)
         while rest:
             try:
@@ -225,11 +225,11 @@ class Channel:
     def _read(self) -> bytes:
         """Read a message. Two system calls, because more could be a handle of shared memory."""
         if sys.platform == "win32":
-            while self._check is not None and not self._connection.poll(endpoint.PROBE_SECONDS):
+            while self._check is not None and not self.connection.poll(endpoint.PROBE_SECONDS):
                 self._check()
-            whole: bytes = self._connection.recv_bytes(MAX_FRAME)
+            whole: bytes = self.connection.recv_bytes(MAX_FRAME)
             return whole
-        handle = self._connection.fileno()
+        handle = self.connection.fileno()
         (size,) = LENGTH.unpack(self._read_exactly(handle, LENGTH.size))
         if not 0 <= size <= MAX_FRAME:
             raise OSError(f"a message of {size} bytes, the limit is {MAX_FRAME}")
@@ -254,7 +254,7 @@ class Channel:
             self._check()
 
     def _replace(self, block: Block | None) -> None:
-        self._frames.clear()  # their views would keep the block
+        self.frames.clear()  # their views would keep the block
         old = self._block
         self._block = block
         if old is not None:

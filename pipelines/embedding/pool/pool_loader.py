@@ -166,7 +166,7 @@ def load_pool(
             if instance.name not in names:
                 instance.close()
         pool = make_pool(
-            kept, options.policy_name, options.limit_s, max_waiting, _estimates(directory, kept, choices, options)
+            kept, options.policy_name, options.limit_s, max_waiting, estimates_of(directory, kept, choices, options)
         )
         shown.finish(ProgressEvent("ready", 1, 1, time.perf_counter() - begin))
     except BaseException:
@@ -217,7 +217,7 @@ def make_pool(
     return DevicePool(instances, TextQueue(queues, chosen, max_waiting), recalibrations, hang_seconds)
 
 
-def _estimates(
+def estimates_of(
     directory: Path, instances: Sequence[Instance], choices: EncoderChoices, options: PoolOptions
 ) -> tuple[Estimate, ...]:
     """Return the queue depths of ``windve``: those of the file, or measured ones, which are then written to it."""

@@ -165,7 +165,7 @@ class _PackedLoad:
 
     def __init__(self, costs: ShapeCosts) -> None:
         self._costs = costs
-        self._free: dict[int, list[int]] = {
+        self.free: dict[int, list[int]] = {
             row_len: [] for row_len in costs.row_lens
         }  # free tokens of each row, ascending
         self._num_rows = 0
@@ -178,7 +178,7 @@ class _PackedLoad:
 
     def seconds_with(self, num_tokens: int) -> float:
         row_len = self._costs.row_len_of(num_tokens)
-        free = self._free[row_len]
+        free = self.free[row_len]
         is_new = not free or free[-1] < num_tokens
         if self._num_rows + is_new == 1:
             return self._costs.seconds_of_one_row(self._num_tokens + num_tokens)
@@ -186,7 +186,7 @@ class _PackedLoad:
 
     def add(self, num_tokens: int) -> None:
         row_len = self._costs.row_len_of(num_tokens)
-        free = self._free[row_len]
+        free = self.free[row_len]
         place = bisect_left(free, num_tokens)
         if place == len(free):
             self._seconds += self._of_new_row(row_len, len(free))

@@ -43,7 +43,7 @@ class ClientSequence:
         self._core = engine.core
         self.priority = priority
         self.owner = owner
-        self._vocab_size = engine.core.device.runner.cache.layout.vocab_size
+        self.vocab_size = engine.core.device.runner.cache.layout.vocab_size
         self._state: ClientState | None = None  # made on the engine's thread
         self._is_busy = False
         self._is_closed = False
@@ -98,9 +98,9 @@ class ClientSequence:
         """
         if not tokens:
             raise PromptError("a feed has no token: send at least one")
-        if min(tokens) < 0 or max(tokens) >= self._vocab_size:
-            bad = next(token for token in tokens if not 0 <= token < self._vocab_size)
-            raise PromptError(f"token id {bad} is outside the vocabulary: ids go from 0 to {self._vocab_size - 1}")
+        if min(tokens) < 0 or max(tokens) >= self.vocab_size:
+            bad = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            raise PromptError(f"token id {bad} is outside the vocabulary: ids go from 0 to {self.vocab_size - 1}")
 
     def begin(self, feed: Feed) -> Callable[[], None]:
         """Mark the sequence as busy, and return the function that begins the feed on the engine's thread."""

@@ -56,30 +56,30 @@ class DraftModel:
 
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
         assert not runner.cache.states
-        self._runner = runner
+        self.runner = runner
         self._vocab_size = vocab_size
         self._sequences: dict[int, KVSequence] = {}  # by the id of the answer; the least recently used first
-        self._num_failures = 0
+        self.num_failures = 0
         self.seconds = 0.0
 
     @property
     def is_usable(self) -> bool:
         """Whether it still drafts."""
-        return self._num_failures < MAX_FAILURES
+        return self.num_failures < MAX_FAILURES
 
     def room(self, state: AnswerState) -> int:
         """Return how many tokens can be drafted after those of an answer."""
         if not self.is_usable or not self._knows(state):
             return 0
-        return max(0, self._runner.cache.num_slots - len(state.tokens))
+        return max(0, self.runner.cache.num_slots - len(state.tokens))
 
     def step_seconds(self, num_sequences: int) -> float:
         """Return the expected seconds of one drafted token for each of ``num_sequences`` answers."""
-        index = self._runner.index
-        past = self._runner.cache.num_past
+        index = self.runner.index
+        past = self.runner.cache.num_past
         count = min(num_sequences, index.max_decoding(past))
         variant = index.smallest(count, count, past)
-        return float("inf") if variant is None else self._runner.costs(variant) * -(-num_sequences // count)
+        return float("inf") if variant is None else self.runner.costs(variant) * -(-num_sequences // count)
 
     def catch_up_seconds(self, state: AnswerState) -> float:
         """Return about how long the tokens of an answer take that the draft model has not seen, beyond the last two."""
@@ -87,46 +87,46 @@ class DraftModel:
         missing = len(state.tokens) - (0 if known is None else len(known)) - PACKED_TOKENS
         if missing <= 0:
             return 0.0
-        index = self._runner.index
-        past = self._runner.cache.num_past
+        index = self.runner.index
+        past = self.runner.cache.num_past
         variant = index.smallest(min(missing, max(index.widest)), 1, past)
-        return 0.0 if variant is None else self._runner.costs(variant) * missing / variant.rows
+        return 0.0 if variant is None else self.runner.costs(variant) * missing / variant.rows
 
     def propose(self, wanted: Sequence[tuple[AnswerState, int]]) -> list[Draft]:
         """Return a draft for each answer, with at most as many tokens as given; empty where there is no room for it."""
-        start = self._runner.clock()
+        start = self.runner.clock()
         try:
             return self._drafts(wanted)
         except Exception as error:
-            self._num_failures += 1
+            self.num_failures += 1
             self._sequences.clear()
-            self._runner.cache.reset()
+            self.runner.cache.reset()
             if not self.is_usable:
                 warnings.warn(f"the draft model is not used any more: {error}", RuntimeWarning, stacklevel=2)
             return [NO_DRAFT] * len(wanted)
         finally:
-            self.seconds += self._runner.clock() - start
+            self.seconds += self.runner.clock() - start
 
     def measure(self, until: float) -> None:
         """Measure what a drafted token costs, for each number of requests, before the moment ``until`` of the runner's clock."""
-        index = self._runner.index
-        costs = self._runner.costs
+        index = self.runner.index
+        costs = self.runner.costs
         for rows, sequences in index.sizes:
             variant = index.at(rows, sequences, 1)
-            if rows == sequences and variant is not None and self._runner.clock() < until:
-                program = self._runner.programs[variant]
+            if rows == sequences and variant is not None and self.runner.clock() < until:
+                program = self.runner.programs[variant]
                 costs.set(variant, min(timed_run(program) for _ in range(3)))
 
     def close(self) -> None:
         """Drop the programs. It must not be used any more."""
         self._sequences.clear()
-        self._runner.close()
+        self.runner.close()
 
     def forget(self, answer: int) -> None:
         """Free the slots of an answer that has ended."""
         sequence = self._sequences.pop(answer, None)
         if sequence is not None:
-            self._runner.cache.close(sequence)
+            self.runner.cache.close(sequence)
 
     def _drafts(self, wanted: Sequence[tuple[AnswerState, int]]) -> list[Draft]:
         in_use = {state.id for state, _ in wanted}
@@ -148,15 +148,15 @@ class DraftModel:
 
     def _aligned(self, state: AnswerState) -> KVSequence:
         """Return the sequence of an answer without tokens that were rejected, and without the last one, which must run."""
-        sequence = self._sequences.pop(state.id, None) or self._runner.cache.open()
+        sequence = self._sequences.pop(state.id, None) or self.runner.cache.open()
         self._sequences[state.id] = sequence
         common = common_prefix(sequence.tokens, state.tokens)
-        self._runner.cache.cut(sequence, min(common, len(state.tokens) - 1))
+        self.runner.cache.cut(sequence, min(common, len(state.tokens) - 1))
         return sequence
 
     def _make_room(self, state: AnswerState, limit: int, in_use: set[int]) -> bool:
         """Drop sequences that are not in use until the tokens of an answer and ``limit`` drafted ones have slots."""
-        slots = self._runner.cache.slots
+        slots = self.runner.cache.slots
         needed = len(state.tokens) - len(self._sequences[state.id]) + limit * len(in_use)
         for other in list(self._sequences):
             if slots.num_free >= needed:
@@ -172,7 +172,7 @@ class DraftModel:
         for guess in guesses:
             missing = guess.state.tokens[len(guess.sequence) :]
             if len(missing) > PACKED_TOKENS:
-                found[guess.state.id] = self._runner.prefill(guess.sequence, missing).copy()
+                found[guess.state.id] = self.runner.prefill(guess.sequence, missing).copy()
             else:
                 packed.append(guess)
         segments = [Segment(g.sequence, np.array(g.state.tokens[len(g.sequence) :], np.int64)) for g in packed]
@@ -184,8 +184,8 @@ class DraftModel:
         lines = list[Logits]()
         rest = list(segments)
         while rest:
-            count = next(n for n in range(len(rest), 0, -1) if n == 1 or self._runner.variant_for(rest[:n]) is not None)
-            lines += [line.copy() for line in self._runner.step(rest[:count])]
+            count = next(n for n in range(len(rest), 0, -1) if n == 1 or self.runner.variant_for(rest[:n]) is not None)
+            lines += [line.copy() for line in self.runner.step(rest[:count])]
             rest = rest[count:]
         return lines
 

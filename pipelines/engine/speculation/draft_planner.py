@@ -211,7 +211,7 @@ class DraftPlanner:
     """
 
     def __init__(self, runner: ModelRunner, max_seq_len: int, model: DraftModel | None = None) -> None:
-        self._runner = runner
+        self.runner = runner
         self._max_seq_len = max_seq_len
         self.model = model
         self.is_possible = not runner.cache.states
@@ -225,7 +225,7 @@ class DraftPlanner:
         """Return the drafts for those decoding answers of a call that draft. No slot is freed for a draft."""
         if self.credit.must_rest:
             return DraftPlan(call, call.variant)
-        room = self._runner.cache.slots.num_free - call.num_rows
+        room = self.runner.cache.slots.num_free - call.num_rows
         asked = [answer.drafts for answer in answers if answer.drafts is not None]
         proposed = [self._proposal(*pair, call, room) for pair in zip(answers, asked, strict=True)]
         chances = self._chances(asked, proposed)[: max(room, 0)]
@@ -274,7 +274,7 @@ class DraftPlanner:
 
     def _steps_lost(self, plan: DraftPlan, seconds: float) -> float:
         """Return how many decode steps longer a call took, with its draft model, than without drafts."""
-        runner = self._runner
+        runner = self.runner
         step = self._step_seconds(plan.call)
         expected = runner.costs(plan.call.variant) + (self.overheads.plain or 0.0)
         most = MAX_DEBT if runner.costs.is_stable(plan.variant) else MOST_LOST
@@ -299,10 +299,10 @@ class DraftPlanner:
 
         The first calls of a variant do not count: they prepare it, and drafts that seem to take so long would never be checked.
         """
-        if has_drafts and not self._runner.costs.is_stable(plan.variant):
+        if has_drafts and not self.runner.costs.is_stable(plan.variant):
             return
-        base = self._runner.costs(plan.call.variant)
-        overhead = max(-base, min(seconds - self._runner.costs(plan.variant), MOST_OVERHEAD * base))
+        base = self.runner.costs(plan.call.variant)
+        overhead = max(-base, min(seconds - self.runner.costs(plan.variant), MOST_OVERHEAD * base))
         if has_drafts:
             self.overheads.count_drafted(overhead)
         elif is_after:
@@ -317,7 +317,7 @@ class DraftPlanner:
         """
         num_tokens = len(state.tokens)
         # a token after which other RoPE factors hold needs all keys anew
-        longest = min(self._max_seq_len - num_tokens, self._runner.cache.left_of_factors(num_tokens))
+        longest = min(self._max_seq_len - num_tokens, self.runner.cache.left_of_factors(num_tokens))
         limit = min(drafts.limit, room, longest, state.num_left - 1)
         if limit <= 0:
             return NO_DRAFT
@@ -368,7 +368,7 @@ class DraftPlanner:
             risk = more - min(sure, held) / count
             if not held or min(risk, MOST_LOST) * (1.0 - chances[0].probability) > credit:
                 continue
-            is_known = self._runner.costs.is_stable(option.variant)
+            is_known = self.runner.costs.is_stable(option.variant)
             hoped = more if is_known else min(more, held * HOPED_ROW_COST + model_seconds[held] / base)
             speed = (1.0 + gains[held] / count) / max(1.0 + hoped, 0.1)
             if speed > most:
@@ -387,8 +387,8 @@ class DraftPlanner:
 
     def _options_for(self, call: PlainCall) -> tuple[_Extension, ...]:
         """Return the variants that hold the call with more rows, each with more than the one before."""
-        index = self._runner.index
-        past = self._runner.cache.num_past
+        index = self.runner.index
+        past = self.runner.cache.num_past
         if index is not self._index or len(self._options) > MAX_KEPT:
             self._index = index
             self._options.clear()
@@ -405,14 +405,14 @@ class DraftPlanner:
     def _step_seconds(self, call: PlainCall) -> float:
         """Return the seconds of a plain decode step of the call's decoding requests, with what is around it."""
         count = call.num_decoding
-        past = self._runner.cache.num_past
-        variant = call.variant if call.is_pure else self._runner.index.smallest(count, count, past) or call.variant
-        cost = self._runner.costs(variant)
+        past = self.runner.cache.num_past
+        variant = call.variant if call.is_pure else self.runner.index.smallest(count, count, past) or call.variant
+        cost = self.runner.costs(variant)
         return max(cost + (self.overheads.plain or 0.0), 0.5 * cost)
 
     def _more_seconds(self, call: PlainCall, variant: Variant) -> float:
         """Return by how many seconds the call takes longer with drafts in ``variant``."""
-        costs = self._runner.costs
+        costs = self.runner.costs
         return costs(variant) - costs(call.variant) + self.overheads.of_drafts
 
 

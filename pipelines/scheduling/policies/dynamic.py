@@ -211,8 +211,8 @@ class Dynamic:
     """
 
     def __init__(self) -> None:
-        self._prefill_end = float("-inf")  # expected end of the last call with prompts, on the clock of the view
-        self._prefill_seconds = 0.0  # device time that the prompts added to this call
+        self.prefill_end = float("-inf")  # expected end of the last call with prompts, on the clock of the view
+        self.prefill_seconds = 0.0  # device time that the prompts added to this call
         self._delayed: tuple[int, ...] = ()  # ids of the prompts that wait for a fuller batch since the last comparison
         self._slices = TimeSlices()
 
@@ -288,18 +288,18 @@ class Dynamic:
     def _least(self, view: View, calls: list[CandidateCall], decode: Plan) -> Plan:
         """Return the plan if no call with prompts keeps the bound: decode, unless prompts are below their share."""
         least = min(calls, key=lambda call: (call.delay_seconds, -call.num_tokens))
-        since = view.now - self._prefill_end
+        since = view.now - self.prefill_end
         times = [r.last_token_time for r in view.running if r.last_token_time is not None]
-        has_just_decoded = not times or min(times) >= self._prefill_end
-        share = self._prefill_seconds / (self._prefill_seconds + since) if since > 0 else 1.0
+        has_just_decoded = not times or min(times) >= self.prefill_end
+        share = self.prefill_seconds / (self.prefill_seconds + since) if since > 0 else 1.0
         if has_just_decoded and share < MIN_PREFILL_SHARE:
             return self._begin(view, least)
         return decode
 
     def _begin(self, view: View, call: CandidateCall) -> Plan:
         """Return the plan of a call with prompts, and keep its expected end and the time that its prompts add."""
-        self._prefill_seconds = call.added_seconds
-        self._prefill_end = view.now + call.total_seconds
+        self.prefill_seconds = call.added_seconds
+        self.prefill_end = view.now + call.total_seconds
         return call.plan
 
 

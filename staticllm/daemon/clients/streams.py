@@ -71,10 +71,10 @@ class OutputStream:
         self._channel_lock = lock
         self._session = session
         self._outputs: queue.SimpleQueue[tuple[int, Output] | LateAnswer | None] = queue.SimpleQueue()
-        self._running: dict[int, Running] = {}  # by the client's number
+        self.running: dict[int, Running] = {}  # by the client's number
         self._is_broken = False
         self._breaking = threading.Lock()
-        self._thread = start_thread(self._run, "staticllm-stream")
+        self.thread = start_thread(self._run, "staticllm-stream")
 
     def submit(
         self, model: LanguageModel, number: int, values: Mapping[str, Any], window: WindowNumbers = NO_WINDOW
@@ -87,9 +87,9 @@ class OutputStream:
             BusyError: the client or the engine has too many requests.
             PromptError, ConfigError: the request is not one.
         """
-        if len(self._running) >= MAX_RUNNING:
+        if len(self.running) >= MAX_RUNNING:
             raise BusyError(f"this program has {MAX_RUNNING} requests that have not ended: wait for one")
-        if number in self._running:
+        if number in self.running:
             raise BusyError(f"request {number} has not ended")
         request = replace(model.request_of(values), cross_window=window.of_engine)
         asked = request.priority
@@ -98,13 +98,13 @@ class OutputStream:
         request = replace(request, priority=asked + priority, owner=session.client.number)
         outputs = OutputQueue()
         outputs.add_listener(lambda output: self._add(number, output))
-        self._running[number] = Running(
+        self.running[number] = Running(
             model, request.id, window.of_client, asked, request.num_sequences, time.perf_counter()
         )
         try:
             model.engine.submit(request, outputs)
         except BaseException:
-            del self._running[number]
+            del self.running[number]
             raise
         if session.priority != priority:  # it changed before the engine knew the request
             self.set_priority(session.priority)
@@ -112,12 +112,12 @@ class OutputStream:
 
     def cancel(self, number: int, index: int | None, reason: FinishReason) -> None:
         """End a request, or one of its answers; unknown ones are ignored."""
-        if (found := self._running.get(number)) is not None:
+        if (found := self.running.get(number)) is not None:
             found.model.engine.cancel(found.id, index, reason)
 
     def cancel_about(self, window: int) -> None:
         """End the requests that see a window of the client."""
-        for each in tuple(self._running.values()):
+        for each in tuple(self.running.values()):
             if each.window == window:
                 each.model.engine.cancel(each.id)
 
@@ -127,7 +127,7 @@ class OutputStream:
 
     def set_priority(self, priority: int) -> None:
         """Change the client's priority in its requests that have not ended. Any thread may call."""
-        for each in tuple(self._running.values()):
+        for each in tuple(self.running.values()):
             with suppress(ClosedError):  # the model was dropped meanwhile
                 each.model.engine.set_priority(each.id, each.priority + priority)
 
@@ -142,7 +142,7 @@ class OutputStream:
         self.stop()
         self._channel.shut()
         self._outputs.put(None)
-        self._thread.join()
+        self.thread.join()
 
     def _add(self, number: int, output: Output) -> None:
         """Add an output; runs on the engine's thread, because the stream's own waits in ``send`` if the client does not read."""
@@ -163,7 +163,7 @@ class OutputStream:
         self._cancel_all()
 
     def _cancel_all(self) -> None:
-        for each in tuple(self._running.values()):
+        for each in tuple(self.running.values()):
             each.model.engine.cancel(each.id)
 
     def _run(self) -> None:
@@ -225,7 +225,7 @@ class OutputStream:
             self._break()
 
     def _count_tokens(self, number: int, outputs: list[Output]) -> None:
-        running = self._running[number]
+        running = self.running[number]
         tokens = [each for each in outputs if isinstance(each, TokenOutput)]
         queued = 0.0
         if tokens and not running.has_begun:  # what is not its prompt's own calls was spent waiting for others
@@ -234,9 +234,9 @@ class OutputStream:
         self._session.usage.add_calls(len(tokens), queued, 0)
 
     def _count_ends(self, number: int, outputs: list[Output]) -> bool:
-        running = self._running[number]
+        running = self.running[number]
         running.num_left -= sum(isinstance(output, Finished) for output in outputs)
         if running.num_left:
             return False
-        del self._running[number]
+        del self.running[number]
         return True

@@ -31,7 +31,7 @@ class SpeechService(LanguageModel):
         assert isinstance(model.windows, WindowJobs)
         super().__init__(id, model.launched, devices, num_bytes)
         self._model = model
-        self._windows = model.windows
+        self.windows = model.windows
 
     @property
     def features_shape(self) -> tuple[int, int]:
@@ -41,7 +41,7 @@ class SpeechService(LanguageModel):
     @property
     def seconds(self) -> float:
         """The seconds of device time that a window takes."""
-        return self._windows.seconds
+        return self.windows.seconds
 
     @property
     def num_cross_windows(self) -> int:
@@ -65,14 +65,14 @@ class SpeechService(LanguageModel):
         """
         if not np.isfinite(features).all():
             raise PromptError("the features of a window are not finite: check the sound")
-        encoded = self._windows.encode(features, priority, owner=owner)
+        encoded = self.windows.encode(features, priority, owner=owner)
         self.engine.hurry(priority, owner)
         return encoded
 
     def give_up(self, encoded: Future[int]) -> None:
         """Remove a window, or give it up if it is not there yet."""
         if not encoded.cancel():
-            encoded.add_done_callback(lambda future: remove_late(self._windows, future))
+            encoded.add_done_callback(lambda future: remove_late(self.windows, future))
 
     def align(self, window: int, tokens: Sequence[int], priority: int, owner: int) -> Future[NDArray[np.float32]]:
         """Return the future weights ``[heads, tokens, cross_window_len]`` of a text about a window, for which a client pays.

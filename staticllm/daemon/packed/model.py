@@ -125,7 +125,7 @@ class PackedModel:
         finally:
             forget_in_memory(directory)
         try:
-            self._original = self._share(
+            self.original = self._share(
                 model, device, weights.stat().st_size, Devices() if devices is None else devices
             )
         except BaseException:
@@ -164,13 +164,13 @@ class PackedModel:
             RuntimeError: the device refuses the model.
             ClosedError: the model was closed.
         """
-        return Replay(self._original, caller)
+        return Replay(self.original, caller)
 
     def close(self) -> None:
         """End the engine and release the programs. Waiting calls end with a ``ClosedError``."""
         if self.engine is not None:
             self.engine.close()
-        self._original.close()
+        self.original.close()
         self._weights = None
         self._program = None
 

@@ -180,7 +180,7 @@ class PackedRequest:
     """
 
     def __init__(self, model: Packed, client: ClientId | None = None) -> None:
-        self._model = model
+        self.model = model
         self._caller = Caller(client)
         self.fallback = model.reason
         self.times = DeviceCall()
@@ -198,12 +198,12 @@ class PackedRequest:
         self._caller.priority = priority
         for sequence in {*self._sequences, *self._in_call}:
             sequence.set_priority(priority)
-        if self._in_call and self._model.engine is not None:
-            self._model.engine.hurry(priority, self._client_number)
+        if self._in_call and self.model.engine is not None:
+            self.model.engine.hurry(priority, self._client_number)
 
     def call(self, inputs: Mapping[int, Array], priority: int, wants_last: bool) -> CallResult:
         self.set_priority(priority)
-        names = self._model.input_names
+        names = self.model.input_names
         named = {names[index]: array for index, array in inputs.items() if 0 <= index < len(names)}
         logits = self.infer(named, "last" if wants_last else "all")
         return CallResult([logits], self.times)
@@ -239,11 +239,11 @@ class PackedRequest:
             self._sequences = []
             self._logs = []
             self._apart = {}
-            if self._replay is not None and self._model.reason is None:
+            if self._replay is not None and self.model.reason is None:
                 self._replay = None
             elif self._replay is not None:
                 self._replay.reset()
-            self.fallback = self._model.reason
+            self.fallback = self.model.reason
 
     def state_names(self) -> list[str]:
         return [str(name) for name in self._on_states(lambda replay: [state.name for state in replay.states()])]
@@ -280,11 +280,11 @@ class PackedRequest:
         return 0 if self._caller.client is None else self._caller.client.number
 
     def _checked(self, inputs: Mapping[str, Array], wanted: Wanted) -> TensorCall:
-        return read_call(inputs, self._logs, self._model.limits, wanted)
+        return read_call(inputs, self._logs, self.model.limits, wanted)
 
     def _in_engine(self, call: TensorCall) -> Array:
         """Run a checked call in the engine. Raises ``UnusualCallError``."""
-        engine = self._model.engine
+        engine = self.model.engine
         assert engine is not None, "there is no engine"
         sequences, unused = self._continued(call, engine)
         self._in_call = sequences
@@ -317,7 +317,7 @@ class PackedRequest:
         )
         if not all(result.is_finite for result in done):  # these are the answer; what follows is the original's
             self._fall_back("its logits are not finite")
-        return _placed(call, results, self._model.limits.vocab_size)
+        return _placed(call, results, self.model.limits.vocab_size)
 
     def _continued(self, call: TensorCall, engine: Engine) -> tuple[list[ClientSequence], list[ClientSequence]]:
         """Return the sequence that each row continues, and the sequences that none does."""
@@ -345,7 +345,7 @@ class PackedRequest:
         replay = self._replay
         used_before = 0.0 if replay is None else replay.device_seconds
         if replay is None:
-            replay = self._model.replay(self._caller)
+            replay = self.model.replay(self._caller)
             replay.repeat(self._logs, self._apart)
             self._replay = replay
         result = function(replay)

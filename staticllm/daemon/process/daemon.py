@@ -62,11 +62,11 @@ class Daemon:
         self.models = ModelTable(compile_model or self._compile, self.limits, self.devices.compiling)
         self._folder = folder
         self._is_worker = is_worker
-        self._sessions: dict[str, Session] = {}
-        self._greetings: set[Greeting] = set()
-        self._connections: set[Connection] = set()
+        self.sessions: dict[str, Session] = {}
+        self.greetings: set[Greeting] = set()
+        self.connections: set[Connection] = set()
         self._lock = threading.Lock()
-        self._is_stopping = threading.Event()
+        self.is_stopping = threading.Event()
         self._started = time.monotonic()
         self._idle_since = self._started
         endpoint.forget_stop(folder)
@@ -82,7 +82,7 @@ class Daemon:
         keeper = start_thread(self._keep_house, "staticllm-housekeeper")
         on_ready()
         try:
-            while not self._is_stopping.is_set():
+            while not self.is_stopping.is_set():
                 self._accept()
         finally:
             self.stop()
@@ -92,8 +92,8 @@ class Daemon:
 
     def stop(self) -> None:
         """Let ``run`` return."""
-        if not self._is_stopping.is_set():
-            self._is_stopping.set()
+        if not self.is_stopping.is_set():
+            self.is_stopping.set()
             with contextlib.suppress(EndpointError, OSError):  # accept() wakes for a connection only
                 endpoint.knock(self._folder)
 
@@ -122,7 +122,7 @@ class Daemon:
         with self._lock:
             session = self._find(client.session)
             is_new = session is None
-            count = sum(each.session is session for each in self._connections)
+            count = sum(each.session is session for each in self.connections)
             if count >= self.limits.connections:
                 raise BusyError(
                     f"this program has {count} connections, the limit is {self.limits.connections}: drop infer requests"
@@ -132,17 +132,17 @@ class Daemon:
                 connection = Connection(channel, self, session, is_first=is_new)
             except BaseException:
                 if is_new:
-                    del self._sessions[session.token]
+                    del self.sessions[session.token]
                     session.close()
                 raise
-            self._connections.add(connection)
+            self.connections.add(connection)
         body = {"session": session.token, "openvino": ours, "limits": self.limits.to_dict(), "pid": os.getpid()}
         return connection, body
 
     def leave(self, session: Session) -> None:
         with self._lock:
-            self._sessions.pop(session.token, None)
-            others = [connection for connection in self._connections if connection.session is session]
+            self.sessions.pop(session.token, None)
+            others = [connection for connection in self.connections if connection.session is session]
             self._idle_since = time.monotonic()
         for connection in others:
             connection.shut()
@@ -155,7 +155,7 @@ class Daemon:
         with self._lock:
             same = [
                 each
-                for each in self._sessions.values()
+                for each in self.sessions.values()
                 if each is session or (each.pid, each.program) == (session.pid, session.program)
             ]
         for each in same:
@@ -168,7 +168,7 @@ class Daemon:
 
     def stats(self) -> dict[str, Any]:
         with self._lock:
-            sessions = list(self._sessions.values())
+            sessions = list(self.sessions.values())
         models = [
             {"id": model.id, "path": str(slot.origin.xml), "device": model.device, "mode": model.mode,
              "bytes": slot.num_bytes, "users": slot.num_users}
@@ -184,12 +184,12 @@ class Daemon:
     def _compile(self, origin: ModelOrigin | LanguageOrigin | SpeechOrigin, id: int) -> SharedModel:
         """Compile the model of a client, until the daemon stops. Raises as ``compile_client_model``, and ``ClosedError``."""
         compile_ours = partial(compile_client_model, origin, id, self.devices, self._note_progress)
-        with unless(self._is_stopping.is_set, "the daemon is stopping"):
+        with unless(self.is_stopping.is_set, "the daemon is stopping"):
             return attended(compile_ours, drop=lambda model: model.close())
 
     def _note_progress(self, event: ProgressEvent) -> None:
         """Note which blob set is used, for the process that started this one and counts its crashes."""
-        if self._is_stopping.is_set():
+        if self.is_stopping.is_set():
             raise ClosedError("the daemon is stopping")
         if self._is_worker and event.stage == "import" and event.message:
             note_set(self._folder, event.message)
@@ -197,13 +197,13 @@ class Daemon:
     def _find(self, token: str | None) -> Session | None:
         if token is None:
             return None
-        session = self._sessions.get(token)
+        session = self.sessions.get(token)
         if session is None:
             raise ConfigError("the program's first connection has ended: connect again")
         return session
 
     def _new_session(self, client: Hello) -> Session:
-        count = sum(not session.watches for session in self._sessions.values())
+        count = sum(not session.watches for session in self.sessions.values())
         if count >= self.limits.clients and not client.watches:
             raise BusyError(f"{count} programs use the daemon, the limit is {self.limits.clients}: end one")
         program = "".join(each if each.isprintable() else "?" for each in client.program)  # logs and terminals show it
@@ -211,7 +211,7 @@ class Daemon:
             client.pid, program, client.priority - MAX_PRIORITY, self.models, self.devices, self.limits,
             watches=client.watches,
         )  # fmt: skip
-        self._sessions[session.token] = session
+        self.sessions[session.token] = session
         if not client.watches:
             log.info("program %d (%s) has come", client.pid, program)
         return session
@@ -227,12 +227,12 @@ class Daemon:
             return
         with self._lock:
             is_full = self._num_connections > self.limits.clients * (self.limits.requests + 1)
-        if self._is_stopping.is_set() or is_full:
+        if self.is_stopping.is_set() or is_full:
             raw.close()
             return
         greeting = Greeting(Channel(raw, takes_blocks=False), self)
         with self._lock:
-            self._greetings.add(greeting)
+            self.greetings.add(greeting)
         try:
             start_thread(lambda: self._serve(raw, greeting), "staticllm-client")
         except Exception as error:
@@ -242,7 +242,7 @@ class Daemon:
 
     @property
     def _num_connections(self) -> int:
-        return len(self._greetings) + len(self._connections)
+        return len(self.greetings) + len(self.connections)
 
     def _serve(self, raw: Any, greeting: Greeting) -> None:
         try:
@@ -259,24 +259,24 @@ class Daemon:
 
     def _forget(self, greeting: Greeting, connection: Connection | None = None) -> None:
         with self._lock:
-            self._greetings.discard(greeting)
+            self.greetings.discard(greeting)
             if connection is not None:
-                self._connections.discard(connection)
+                self.connections.discard(connection)
 
     def _keep_house(self) -> None:
         """Drop unused models and connections without ``HELLO``, and stop an idle daemon."""
-        while not self._is_stopping.wait(TICK_SECONDS):
+        while not self.is_stopping.wait(TICK_SECONDS):
             now = time.monotonic()
             try:
                 self.models.drop_idle(self.limits.idle_model_seconds)
             except Exception:  # the thread also ends silent connections, and the daemon when it is idle
                 log.exception("an idle model could not be dropped")
             with self._lock:
-                silent = [each for each in self._greetings if now - each.started > HELLO_SECONDS]
-                is_idle = not self._sessions and now - self._idle_since > self.limits.idle_seconds
+                silent = [each for each in self.greetings if now - each.started > HELLO_SECONDS]
+                is_idle = not self.sessions and now - self._idle_since > self.limits.idle_seconds
             for greeting in silent:
                 greeting.shut()
-            if not self._sessions and not self._is_found():
+            if not self.sessions and not self._is_found():
                 log.info("the folder %s is gone or another daemon's: the daemon ends", self._folder)
                 self.stop()
             if is_idle:
@@ -295,7 +295,7 @@ class Daemon:
         with contextlib.suppress(OSError):  # the folder may have gone
             endpoint.close_listener(self._listener, leaves_socket=not self.owns_folder)
         with self._lock:
-            connections: list[Greeting | Connection] = [*self._greetings, *self._connections]
+            connections: list[Greeting | Connection] = [*self.greetings, *self.connections]
         for connection in connections:
             connection.shut()
         moment = time.monotonic() + HELLO_SECONDS

@@ -162,11 +162,11 @@ class DeviceScheduler:
         self.clock = clock
         self._on_use = on_use
         self._lock = threading.Lock()
-        self._waiting: list[DeviceRequest] = []
-        self._running: list[DeviceRequest] = []
+        self.waiting: list[DeviceRequest] = []
+        self.running: list[DeviceRequest] = []
         self._used: dict[Owner, float] = {}  # seconds of each owner, as far as they count
         self._floor = 0.0  # what a new or returning owner has used at least, so that idle time gives no credit
-        self._due: dict[Owner, Due] = {}
+        self.due: dict[Owner, Due] = {}
         self._held: DeviceRequest | None = (
             None  # the last request that gave the device back, and until when it is waited for
         )
@@ -176,11 +176,11 @@ class DeviceScheduler:
     @property
     def is_busy(self) -> bool:
         """Whether a request has the device, or waits for it."""
-        return bool(self._running or self._waiting)
+        return bool(self.running or self.waiting)
 
     @property
     def is_wanted(self) -> bool:
-        return bool(self._waiting)
+        return bool(self.waiting)
 
     def acquire(self, request: DeviceRequest) -> float:
         """Wait for the device, and return how long it took in seconds. ``release`` must follow."""
@@ -191,7 +191,7 @@ class DeviceScheduler:
             request.prepare()
             for owner in request.payers_or_owner:
                 self._used[owner] = max(self._used.get(owner, 0.0), self._floor)
-            self._waiting.append(request)
+            self.waiting.append(request)
             self._grant()
             seconds = 0.0 if request.is_granted else self._next_look()
         while not request.is_granted:
@@ -203,7 +203,7 @@ class DeviceScheduler:
 
     def _is_idle_for(self, request: DeviceRequest) -> bool:
         """Grant a request at once if no other waits or runs; ``_grant`` would do the same, more slowly."""
-        if self._waiting or self._running or self._due or request.payers:
+        if self.waiting or self.running or self.due or request.payers:
             return False
         standing = max(self._used.get(request.owner, 0.0), self._floor)
         last = self._held
@@ -211,7 +211,7 @@ class DeviceScheduler:
             return False
         self._used[request.owner] = standing
         self._floor = standing
-        self._running.append(request)
+        self.running.append(request)
         self._held = None
         request.is_granted = True
         return True
@@ -226,7 +226,7 @@ class DeviceScheduler:
         if self._on_use is not None:
             self._on_use(request, seconds, shares)
         with self._lock:
-            self._running.remove(request)
+            self.running.remove(request)
             left = seconds
             for share in shares:
                 if share.owner is not None:
@@ -239,13 +239,13 @@ class DeviceScheduler:
             self._held = request
             self._held_until = self.clock() + HOLD_SECONDS
             self._grant()
-            for each in self._waiting:  # until when they wait has changed
+            for each in self.waiting:  # until when they wait has changed
                 each.wake()
 
     def set_priority(self, owner: Owner, priority: int) -> None:
         """Change the priority of the waiting requests of ``owner``."""
         with self._lock:
-            for request in self._waiting:
+            for request in self.waiting:
                 if request.owner == owner:
                     request.priority = priority
             self._grant()
@@ -253,7 +253,7 @@ class DeviceScheduler:
     def raise_priority(self, owner: Owner, priority: int, payers: Sequence[ClientId]) -> None:
         """Give a request of ``owner`` that waits with a lower priority this one, and its payers."""
         with self._lock:
-            for request in self._waiting:
+            for request in self.waiting:
                 if request.owner == owner and request.priority < priority:
                     request.priority = priority
                     request.payers = payers
@@ -285,14 +285,14 @@ class DeviceScheduler:
     def _forget_some(self) -> None:
         """Forget the owners at the floor, where newcomers begin."""
         if len(self._used) > MAX_OWNERS:
-            waiting = {owner for request in (*self._waiting, *self._running) for owner in request.payers_or_owner}
+            waiting = {owner for request in (*self.waiting, *self.running) for owner in request.payers_or_owner}
             self._used = {owner: used for owner, used in self._used.items() if used > self._floor or owner in waiting}
 
     def _set_due(self, owner: Owner, due: float | None, priority: int) -> None:
         if due is None:
-            self._due.pop(owner, None)
+            self.due.pop(owner, None)
         else:
-            self._due[owner] = Due(due, priority, max(due, self.clock() + LATE_SECONDS))
+            self.due[owner] = Due(due, priority, max(due, self.clock() + LATE_SECONDS))
 
     def _standing(self, request: DeviceRequest) -> float:
         """Return the seconds by which requests of one priority are ordered: the least of their payers'."""
@@ -302,9 +302,9 @@ class DeviceScheduler:
 
     def _grant(self) -> None:
         """Grant every request that may run now. The caller holds the lock."""
-        while self._waiting:
+        while self.waiting:
             now = self.clock()
-            possible = [request for request in self._waiting if self._fits(request) and self._may_run(request, now)]
+            possible = [request for request in self.waiting if self._fits(request) and self._may_run(request, now)]
             if not possible:
                 return
             request = possible[0]
@@ -314,8 +314,8 @@ class DeviceScheduler:
                 )
             if self._is_held_for_another(request, now):
                 return
-            self._waiting.remove(request)
-            self._running.append(request)
+            self.waiting.remove(request)
+            self.running.append(request)
             self._held = None
             self._floor = max(self._floor, self._standing(request))
             if not self._is_in_time(request, now, request.priority):
@@ -326,31 +326,31 @@ class DeviceScheduler:
     def _is_held_for_another(self, request: DeviceRequest, now: float) -> bool:
         """Whether the previous owner should have the device before ``request``, and may still come back."""
         last = self._held
-        if last is None or now >= self._held_until or last.priority < request.priority or self._running:
+        if last is None or now >= self._held_until or last.priority < request.priority or self.running:
             return False
-        is_back = any(each.owner == last.owner for each in self._waiting)
+        is_back = any(each.owner == last.owner for each in self.waiting)
         return not is_back and self._standing(last) + HOLD_DEFICIT < self._standing(request)
 
     def _next_look(self) -> float:
         """Return the seconds after which a waiting request might be granted although the device is not given back."""
         now = self.clock()
-        moments = [self._held_until, *(due.until for due in self._due.values())]
+        moments = [self._held_until, *(due.until for due in self.due.values())]
         seconds = min((moment - now for moment in moments if moment > now), default=RECHECK_SECONDS)
         return min(seconds + MARGIN_SECONDS, RECHECK_SECONDS)
 
     def _fits(self, request: DeviceRequest) -> bool:
-        return not self._running or (
-            self._running[0].model == request.model and request.model != 0 and len(self._running) < request.width
+        return not self.running or (
+            self.running[0].model == request.model and request.model != 0 and len(self.running) < request.width
         )
 
     def _is_in_time(self, request: DeviceRequest, now: float, priority: int) -> bool:
         """Whether a call would end before every engine with a ``priority`` of at least this one needs the device."""
-        if not self._due:
+        if not self.due:
             return True
-        asking = {each.owner for each in (*self._waiting, *self._running)}
+        asking = {each.owner for each in (*self.waiting, *self.running)}
         dues = (
             due.moment
-            for owner, due in self._due.items()
+            for owner, due in self.due.items()
             if owner != request.owner and due.priority >= priority and (due.until >= now or owner in asking)
         )
         return now + request.seconds <= min(dues, default=float("inf"))

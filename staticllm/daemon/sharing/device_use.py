@@ -28,7 +28,7 @@ class DeviceUse(SoleUse):
         self._scheduler = scheduler
         self._engine = engine
         self._weight_bytes = weight_bytes
-        self._step_seconds = 0.0
+        self.step_seconds = 0.0
 
     @property
     def is_wanted(self) -> bool:
@@ -40,7 +40,7 @@ class DeviceUse(SoleUse):
         if self._scheduler.is_busy:
             worker.post()
         demand = worker.demand
-        known = self._step_seconds
+        known = self.step_seconds
         payers = tuple(map(ClientId, demand.owners))
         request = DeviceRequest(self._engine, known, demand.priority, self._engine.model, payers=payers)
         self._scheduler.acquire(request)
@@ -49,13 +49,13 @@ class DeviceUse(SoleUse):
             yield
         finally:
             seconds = self._scheduler.clock() - start
-            self._step_seconds = averaged(known or None, seconds, SMOOTHING)
+            self.step_seconds = averaged(known or None, seconds, SMOOTHING)
             shares = self._shares(worker.rows, seconds)
-            self._scheduler.release(request, seconds, self._due(worker.last_token_times(), limits), shares)
+            self._scheduler.release(request, seconds, self.due(worker.last_token_times(), limits), shares)
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        with self._scheduler.use(DeviceRequest(self._engine, self._step_seconds, model=self._engine.model)):
+        with self._scheduler.use(DeviceRequest(self._engine, self.step_seconds, model=self._engine.model)):
             yield
 
     def hurry(self, priority: int, client: int) -> None:
@@ -76,10 +76,10 @@ class DeviceUse(SoleUse):
             for each in rows
         ]  # fmt: skip
 
-    def _due(self, last_tokens: Iterable[float], limits: Limits) -> float | None:
+    def due(self, last_tokens: Iterable[float], limits: Limits) -> float | None:
         """Return the latest moment at which the next step should begin; None if no request waits for a next token."""
         oldest = min(last_tokens, default=None)
         if oldest is None:
             return None
-        step = self._step_seconds
+        step = self.step_seconds
         return oldest + limits.token_bound.of(step, limits.tpot_ms) - step

@@ -168,28 +168,28 @@ class Devices:
     def __init__(self) -> None:
         self.timeline = Timeline()
         self.compiling = threading.Lock()
-        self._schedulers: dict[str, DeviceScheduler] = {}
-        self._usages: dict[ClientId, DeviceUsage] = {}
+        self.schedulers: dict[str, DeviceScheduler] = {}
+        self.usages: dict[ClientId, DeviceUsage] = {}
         self._lock = threading.Lock()
 
     def scheduler(self, device: str) -> DeviceScheduler:
         with self._lock:
-            found = self._schedulers.get(device)
+            found = self.schedulers.get(device)
             if found is None:
                 found = DeviceScheduler(on_use=self._record)
-                self._schedulers[device] = found
+                self.schedulers[device] = found
             return found
 
     def open(self, owner: ClientId, track: str) -> DeviceUsage:
         """Return the usage of a new client, which grows from now on until ``forget``."""
         with self._lock:
             usage = DeviceUsage(track)
-            self._usages[owner] = usage
+            self.usages[owner] = usage
         return usage
 
     def forget(self, owner: ClientId) -> None:
         with self._lock:
-            self._usages.pop(owner, None)
+            self.usages.pop(owner, None)
         for each in self._all_schedulers():
             each.forget(owner)
 
@@ -200,7 +200,7 @@ class Devices:
 
     def _all_schedulers(self) -> tuple[DeviceScheduler, ...]:
         with self._lock:
-            return tuple(self._schedulers.values())
+            return tuple(self.schedulers.values())
 
     def _record(self, request: DeviceRequest, seconds: float, shares: Sequence[Share]) -> None:
         """Count a use of a device for its clients, and record it."""
@@ -210,7 +210,7 @@ class Devices:
             used = [
                 (usage, share)
                 for share in shares
-                if share.owner is not None and (usage := self._usages.get(share.owner)) is not None
+                if share.owner is not None and (usage := self.usages.get(share.owner)) is not None
             ]
             for usage, share in used:
                 usage.add_share(request.model, share)

@@ -73,7 +73,7 @@ class Ingress:
         try:
             body = await read_body(request, self._settings.max_body, BODY_SECONDS)
             path = request.url.path.rstrip("/")
-            relay = await asyncio.to_thread(self._relay, request, body)
+            relay = await asyncio.to_thread(self.relay_of, request, body)
             head = await relay.begin()
         except ClientDisconnect:
             return Response(status_code=CLIENT_GONE)
@@ -92,7 +92,7 @@ class Ingress:
         pages = {page[0]: page[1] for each in found for page in each if isinstance(page, tuple)}
         return await asyncio.to_thread(joined, pages)
 
-    def _relay(self, request: Request, body: bytes) -> Relay:
+    def relay_of(self, request: Request, body: bytes) -> Relay:
         """Read a request, and return its way to a replica. Runs in a thread: long bodies take long.
 
         Raises:

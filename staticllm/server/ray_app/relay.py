@@ -31,9 +31,9 @@ class Relay:
     """One answer. ``replay`` is what continues a stream; without it, a stream that has begun is not continued."""
 
     def __init__(self, handle: DeploymentHandle, request: ReplicaRequest, replay: EventReplay | None = None) -> None:
-        self._handle = handle.options(stream=True, method_name="answer", multiplexed_model_id=request.model)
-        self._request = request
-        self._replay = replay
+        self.handle = handle.options(stream=True, method_name="answer", multiplexed_model_id=request.model)
+        self.request = request
+        self.replay = replay
         self._num_attempts = 0
         self._is_stream = False
         self._whole = b""
@@ -73,7 +73,7 @@ class Relay:
             self._cancel()
 
     async def _streamed(self) -> AsyncIterator[bytes]:
-        replay = self._replay
+        replay = self.replay
         while True:
             try:
                 async for part in self._body():
@@ -117,7 +117,7 @@ class Relay:
                 await asyncio.sleep(0.1 * 2**self._num_attempts)
             self._num_attempts += 1
             try:
-                self._answer = self._handle.remote(self._request)
+                self._answer = self.handle.remote(self.request)
                 head: ReplicaHead = await self._answer.__anext__()
                 return head
             except LOST:

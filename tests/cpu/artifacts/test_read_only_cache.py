@@ -12,6 +12,7 @@ from support.helpers import SHORT, tokens_of
 
 from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, demo_model_path
 from staticllm.compiler_passes.artifacts.cache import BlobCache
+from tests.support.inside import launched_of
 
 
 def a_pipeline(folder):
@@ -40,7 +41,7 @@ def test_a_set_in_a_folder_that_cannot_be_written_is_used(tmp_path, no_writing):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with a_pipeline(tmp_path) as pipe:
-            assert pipe._launched.loaded.programs_from == "cache"
+            assert launched_of(pipe).loaded.programs_from == "cache"
             assert tokens_of(pipe) == expected
     assert files_of(tmp_path) == before
 
@@ -84,7 +85,7 @@ def child(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with a_pipeline(folder) as pipe:
-            assert pipe._launched.loaded.programs_from == "cache"
+            assert launched_of(pipe).loaded.programs_from == "cache"
             tokens_of(pipe)
     print("as nobody")
 

@@ -61,7 +61,7 @@ def run(daemon):
 def counted(monkeypatch):
     """The messages that the daemon receives, and the numbers of those that it sends, by connection."""
     received, sent = collections.defaultdict(list), collections.Counter()
-    receive, write = Channel.receive, Channel._write
+    receive, write = Channel.receive, Channel.write
 
     def counting_receive(channel):
         message = receive(channel)
@@ -73,7 +73,7 @@ def counted(monkeypatch):
         write(channel, data)
 
     monkeypatch.setattr(Channel, "receive", counting_receive)
-    monkeypatch.setattr(Channel, "_write", counting_write)
+    monkeypatch.setattr(Channel, "write", counting_write)
     return received, sent
 
 

@@ -116,8 +116,8 @@ def test_verify_exits_with_1_if_texts_see_each_other(encoder, monkeypatch):
 
 
 def test_verify_finds_vectors_that_are_not_the_originals(encoder, monkeypatch):
-    pooled = EncoderReference._vector
-    monkeypatch.setattr(EncoderReference, "_vector", lambda self, states: pooled(self, states[::-1] * 1.01 + 1))
+    pooled = EncoderReference.vector
+    monkeypatch.setattr(EncoderReference, "vector", lambda self, states: pooled(self, states[::-1] * 1.01 + 1))
     assert "FAIL shared: alone, against the original" in run("verify", encoder, "--programs", "shared", code=1)
 
 
@@ -147,7 +147,7 @@ def test_compile_writes_a_verified_set_that_the_pipeline_loads(encoder, tmp_path
 
 
 def test_a_set_that_fails_verification_is_never_loaded(encoder, tmp_path, monkeypatch):
-    monkeypatch.setattr(EncoderReference, "_vector", lambda self, states: np.ones(32, np.float32) + states[0])
+    monkeypatch.setattr(EncoderReference, "vector", lambda self, states: np.ones(32, np.float32) + states[0])
     text = run("compile", encoder, "--export-blob", tmp_path / "set", "--verify", code=1)
     assert "FAILED verification, never loaded" in text
     monkeypatch.undo()

@@ -58,8 +58,8 @@ def contents(tmp_path_factory):
 def runs(monkeypatch):
     """The files that were converted, one entry per run of the child."""
     found = []
-    run = module._run_child
-    monkeypatch.setattr(module, "_run_child", lambda path, *others: (found.append(path), run(path, *others)))
+    run = module.run_child
+    monkeypatch.setattr(module, "run_child", lambda path, *others: (found.append(path), run(path, *others)))
     return found
 
 
@@ -110,7 +110,7 @@ def test_a_change_within_a_step_of_the_clock_is_noticed(contents, tmp_path, monk
     stamp = stamp_of(path)
     monkeypatch.setattr(module, "stamp_of", lambda given: stamp if given == path else stamp_of(given))
     first = converted(path)
-    os.utime(next(first.parent.glob("*.digest")), ns=(stamp[2], stamp[2] + module._STEP_NS // 2))
+    os.utime(next(first.parent.glob("*.digest")), ns=(stamp[2], stamp[2] + module.STEP_NS // 2))
     path.write_bytes(contents[1])
     assert converted(path) != first
 
@@ -119,9 +119,9 @@ def test_a_settled_file_is_not_read_again(contents, tmp_path, monkeypatch, runs)
     path = tmp_path / "model.gguf"
     path.write_bytes(contents[0])
     folder = converted(path)
-    later = stamp_of(path)[2] + 2 * module._STEP_NS
+    later = stamp_of(path)[2] + 2 * module.STEP_NS
     os.utime(next(folder.parent.glob("*.digest")), ns=(later, later))
-    monkeypatch.setattr(module, "_file_digest", None)
+    monkeypatch.setattr(module, "file_digest", None)
     assert converted(path) == folder
     assert len(runs) == 1
 
@@ -134,7 +134,7 @@ def test_a_file_that_is_rewritten_before_the_child_reads_it_is_not_kept(
     path = tmp_path / "model.gguf"
     path.write_bytes(contents[0])
     stat = path.stat()
-    run = module._run_child
+    run = module.run_child
 
     def rewritten(path, *others):
         rewrite(path, contents[1], stat)
@@ -143,7 +143,7 @@ def test_a_file_that_is_rewritten_before_the_child_reads_it_is_not_kept(
             rewrite(path, contents[0], stat)
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "_run_child", rewritten)
+        patch.setattr(module, "run_child", rewritten)
         with pytest.raises(ModelError, match="was changed while it was converted: wait until it is complete"):
             converted(path)
     assert not [each for each in cache.iterdir() if each.is_dir()]
@@ -159,9 +159,9 @@ def test_a_file_without_stamps_of_changes_that_is_rewritten_is_not_kept(contents
     path = tmp_path / "model.gguf"
     path.write_bytes(contents[0])
     stamp = stamp_of(path)
-    run = module._run_child
+    run = module.run_child
     monkeypatch.setattr(module, "stamp_of", lambda given: stamp if given == path else stamp_of(given))
-    monkeypatch.setattr(module, "_run_child", lambda path, *others: (path.write_bytes(contents[1]), run(path, *others)))
+    monkeypatch.setattr(module, "run_child", lambda path, *others: (path.write_bytes(contents[1]), run(path, *others)))
     with pytest.raises(ModelError, match="was changed while it was converted"):
         converted(path)
     assert not [each for each in cache.iterdir() if each.is_dir()]
@@ -179,17 +179,17 @@ def test_an_entry_with_a_flipped_byte_is_made_again(contents, tmp_path, runs, in
     path = tmp_path / "model.gguf"
     path.write_bytes(contents[0])
     folder = converted(path)
-    names = sorted(each.name for each in folder.iterdir() if each.name != module._FILES)
+    names = sorted(each.name for each in folder.iterdir() if each.name != module.FILES)
     expected = logits_of(ov.Core().read_model(folder / "openvino_model.xml"), TOKENS, ())
     random = np.random.default_rng(4)
-    for name in (*names, module._FILES) if in_full else ("openvino_model.xml", "openvino_model.bin", module._FILES):
+    for name in (*names, module.FILES) if in_full else ("openvino_model.xml", "openvino_model.bin", module.FILES):
         for damage in (flip, lambda each, _: each.unlink()):
             before = len(runs)
             good = (folder / name).read_bytes()
             damage(folder / name, random)
             assert converted(path) == folder
-            assert len(runs) == before + 1 or name == module._FILES  # a flipped stamp is written anew
-            assert name in (module._FILES, "openvino_model.xml") or (folder / name).read_bytes() == good
+            assert len(runs) == before + 1 or name == module.FILES  # a flipped stamp is written anew
+            assert name in (module.FILES, "openvino_model.xml") or (folder / name).read_bytes() == good
             found = logits_of(ov.Core().read_model(folder / "openvino_model.xml"), TOKENS, ())
             assert np.array_equal(found, expected)
 
@@ -202,7 +202,7 @@ def test_an_entry_that_was_copied_is_compared_once_and_not_converted(contents, t
     shutil.rmtree(folder)
     (tmp_path / "copy").rename(folder)
     assert converted(path) == folder
-    known = json.loads((folder / module._FILES).read_text())
+    known = json.loads((folder / module.FILES).read_text())
     assert all(known[name][1:] == list(stamp_of(folder / name)) for name in known)
     assert len(runs) == 1
 
@@ -293,8 +293,8 @@ def test_a_start_waits_for_the_child_of_a_killed_process(contents, tmp_path, cac
     order = []
     acquire = module.acquire
     monkeypatch.setattr(module, "acquire", lambda path, seconds: [acquire(path, seconds), order.append(path.name)][0])
-    run = module._run_child
-    monkeypatch.setattr(module, "_run_child", lambda *given: (order.append(given[2].name), run(*given)))
+    run = module.run_child
+    monkeypatch.setattr(module, "run_child", lambda *given: (order.append(given[2].name), run(*given)))
     code = f"import sys; sys.path[:] = {sys.path!r}; from pathlib import Path; from staticllm.system.file_lock import acquire\n"
     code += "with acquire(Path(sys.argv[1])): print('held', flush=True); sys.stdin.read(); print('left', flush=True)"
     command = [sys.executable, "-c", code, str(lock)]

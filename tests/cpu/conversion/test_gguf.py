@@ -140,7 +140,7 @@ def test_a_reader_that_dies_is_a_line(model_path, tmp_path, monkeypatch):
 
 def test_a_disk_without_room_is_a_line(model_path, tmp_path, monkeypatch):
     written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
-    monkeypatch.setattr("staticllm.model_files.converted._SPARE_BYTES", 1 << 60)
+    monkeypatch.setattr("staticllm.model_files.converted.SPARE_BYTES", 1 << 60)
     with pytest.raises(ModelError, match=r"needs .* GB in .*: free space there, or set XDG_CACHE_HOME"):
         converted(written.path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(written.path))
@@ -151,8 +151,8 @@ def test_a_disk_without_room_is_a_line(model_path, tmp_path, monkeypatch):
 def test_several_threads_convert_a_file_once(model_path, tmp_path, monkeypatch):
     written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
     runs = []
-    run = converted_module._run_child
-    monkeypatch.setattr(converted_module, "_run_child", lambda *given: (runs.append(given), run(*given)))
+    run = converted_module.run_child
+    monkeypatch.setattr(converted_module, "run_child", lambda *given: (runs.append(given), run(*given)))
     with ThreadPoolExecutor(4) as pool:
         folders = set(pool.map(converted, [written.path] * 4))
     assert len(folders) == len(runs) == 1
@@ -250,13 +250,13 @@ def test_a_model_that_others_have_damaged_is_converted_again(model_path, tmp_pat
 
 def test_a_file_that_changes_while_it_is_converted_is_not_kept(model_path, tmp_path, monkeypatch):
     written = gguf_files.write(model_path("llama"), tmp_path / "model.gguf", "llama", "Q8_0")
-    run = converted_module._run_child
+    run = converted_module.run_child
 
     def run_and_replace(path, *others):
         run(path, *others)
         path.write_bytes(path.read_bytes() + bytes(32))
 
-    monkeypatch.setattr(converted_module, "_run_child", run_and_replace)
+    monkeypatch.setattr(converted_module, "run_child", run_and_replace)
     with pytest.raises(ModelError, match="was changed while it was converted"):
         converted(written.path)
     assert not [each for each in (tmp_path / "cache" / "staticllm" / "converted").iterdir() if each.is_dir()]

@@ -207,7 +207,7 @@ def test_an_interrupted_submit_ends_the_request_in_the_daemon(peer, monkeypatch)
     with monkeypatch.context() as change, pytest.raises(KeyboardInterrupt):
         change.setattr(engine_connection, "InterruptibleFuture", Interrupted)
         connection.submit(EngineRequest((1,), id=5), OutputQueue())
-    assert not connection._answers
+    assert not connection.answers
     assert not connection.has(5)
     assert peer.answer().kind is Kind.SUBMIT
     cancel = peer.answer()
@@ -289,16 +289,16 @@ def test_an_interrupted_question_does_not_hold_the_thread_that_reads(peer, monke
 
 def test_a_second_close_ends_what_an_interrupted_one_has_left(peer, monkeypatch):
     connection, interruptions = EngineConnection(peer, 1, lambda: None), [KeyboardInterrupt]
-    join = connection._notifier.join
+    join = connection.notifier.join
     monkeypatch.setattr(
-        connection._notifier, "join", lambda: join() if not interruptions else _raise(interruptions.pop())
+        connection.notifier, "join", lambda: join() if not interruptions else _raise(interruptions.pop())
     )
     with pytest.raises(KeyboardInterrupt):
         connection.close()
     assert not peer.is_closed
     connection.close()
     assert peer.is_closed
-    assert not connection._thread.is_alive()
+    assert not connection.thread.is_alive()
 
 
 def _raise(error):

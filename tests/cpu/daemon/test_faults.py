@@ -24,6 +24,7 @@ from staticllm.wire import endpoint
 from staticllm.wire.messages import MAX_FRAME, Kind, Message, encode
 from tests.support.attach.daemons import RawClient, daemon_process, daemon_thread, wait_for
 from tests.support.helpers import EXACT
+from tests.support.inside import engine_of
 
 ROWS = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
 
@@ -111,12 +112,12 @@ def test_a_client_that_floods_without_reading_is_cut_and_others_go_on(daemon):
     with StaticLLMPipeline(staticllm.demo_model_path(), "CPU", daemon=True, **options) as pipe:
         alone = str(pipe.generate("Hi", max_new_tokens=16))
         rude = RawClient()
-        engine = pipe._engine
-        from staticllm.pipelines.daemon_client.remote_launch import _plain
+        engine = engine_of(pipe)
+        from staticllm.pipelines.daemon_client.remote_launch import plain_config
         from staticllm.pipelines.launch.arguments import resolve_candidates
 
         (candidate,) = resolve_candidates("CPU", None, options)
-        body = {"device": "CPU", "config": _plain(candidate.config), "explicit": sorted(candidate.explicit)}
+        body = {"device": "CPU", "config": plain_config(candidate.config), "explicit": sorted(candidate.explicit)}
         answer = rude.ask(Kind.MODEL, directory=str(staticllm.demo_model_path()), candidates=[body])
         assert answer.kind is Kind.OK, answer.body
         values = {
@@ -168,10 +169,10 @@ def test_requests_with_wrong_fields_are_refused(daemon, change):
         from staticllm.pipelines.engine.request import EngineRequest
 
         values = {**EngineRequest((1, 2, 3), max_new_tokens=4).to_dict(), **change}
-        engine = pipe._engine
+        engine = engine_of(pipe)
         question = Message(Kind.SUBMIT, number=77, body={"request": values})
         with pytest.raises(staticllm.StaticLLMError) as raised:
-            engine._connection.ask(question)
+            engine.connection.ask(question)
         assert "\n" not in str(raised.value)
         assert len(pipe.generate("Hi", max_new_tokens=4)) > 0
 
@@ -231,7 +232,7 @@ def test_a_model_that_cannot_be_dropped_keeps_no_daemon(monkeypatch, tmp_path, p
         if what == "drop_idle":
             change.undo()
         client.close()
-        wait_for(daemon._is_stopping.is_set)
+        wait_for(daemon.is_stopping.is_set)
 
 
 def test_a_daemon_that_nobody_uses_ends_and_there_is_only_one(monkeypatch, tmp_path):

@@ -20,7 +20,7 @@ from support.models.whisper_directory import write_whisper
 
 import staticllm
 from staticllm.daemon.process import daemon as process
-from staticllm.pipelines.daemon_client.remote_launch import _plain
+from staticllm.pipelines.daemon_client.remote_launch import plain_config
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.speech_rules import SpeechRules, TimestampParams
 from staticllm.pipelines.launch.arguments import resolve_candidates
@@ -64,10 +64,10 @@ class Bodies:
         self._model = {"path": str(plain_model), "device": "CPU", "config": {}, "mode": "auto"}
         self._names = names
         (candidate,) = resolve_candidates("CPU", None, LANGUAGE)
-        body = {"device": "CPU", "config": _plain(candidate.config), "explicit": sorted(candidate.explicit)}
+        body = {"device": "CPU", "config": plain_config(candidate.config), "explicit": sorted(candidate.explicit)}
         self.language = {"directory": str(staticllm.demo_model_path()), "candidates": [body]}
         (candidate,) = resolve_candidates("CPU", None, EXACT)
-        body = {"device": "CPU", "config": _plain(candidate.config), "explicit": sorted(candidate.explicit)}
+        body = {"device": "CPU", "config": plain_config(candidate.config), "explicit": sorted(candidate.explicit)}
         speech = {"num_windows": 3, "heads": [[0, 0]]}
         self.speech = {"directory": str(speech_model), "candidates": [body], "speech": speech}
 
@@ -196,7 +196,7 @@ def attack(rng, bodies, mode, plain_model, count):
             while count > 0:
                 count -= 1
                 data = fuzzed(rng, rng.choice(messages))
-                target.channel._connection.send_bytes(data)
+                target.channel.connection.send_bytes(data)
                 if is_quiet(data):
                     continue
                 if not target.channel.poll(0.5):  # it may wait for a part of the message that never comes
@@ -272,9 +272,9 @@ def resources(daemon):
     gc.collect()  # a compiled model in a cycle holds its mapped weights file
     process = psutil.Process()
     counts = {
-        "sessions": len(daemon._sessions), "connections": len(daemon._connections), "models": len(daemon.models.served()),
-        "usages": len(daemon.devices._usages), "handles": process.num_fds() if hasattr(process, "num_fds") else 0,
-        "blocks": sum(each._block_bytes for each in tuple(daemon._sessions.values())),
+        "sessions": len(daemon.sessions), "connections": len(daemon.connections), "models": len(daemon.models.served()),
+        "usages": len(daemon.devices.usages), "handles": process.num_fds() if hasattr(process, "num_fds") else 0,
+        "blocks": sum(each._block_bytes for each in tuple(daemon.sessions.values())),
     }  # fmt: skip
     for thread in threading.enumerate():
         counts[thread.name.split("-")[0] + thread.name[-12:].rstrip("0123456789 ()_-")] = 0
@@ -293,8 +293,8 @@ def exceeding(found, before):
 
 
 def wait_for_rest(daemon, num_clients):
-    wait_for(lambda: len(daemon._sessions) == num_clients and len(daemon.models.served()) == 2, 60)
-    wait_for(lambda: len(daemon._connections) == 3, 60)
+    wait_for(lambda: len(daemon.sessions) == num_clients and len(daemon.models.served()) == 2, 60)
+    wait_for(lambda: len(daemon.connections) == 3, 60)
     return resources(daemon)
 
 
@@ -302,9 +302,9 @@ def test_the_daemon_takes_no_memory_from_a_client(monkeypatch, tmp_path, plain_m
     """A client could make it shorter later, and reading it would end the daemon."""
     with daemon_thread(monkeypatch, tmp_path / "run"), RawClient() as client, RawClient() as bad:
         block = Block.create(1 << 16)
-        bad.channel._connection.send_bytes(encode(Message(Kind.PING, flags=BLOCK, body={"block_size": 1 << 16})))
+        bad.channel.connection.send_bytes(encode(Message(Kind.PING, flags=BLOCK, body={"block_size": 1 << 16})))
         with contextlib.suppress(OSError):
-            block.send(bad.channel._connection)
+            block.send(bad.channel.connection)
         answer = bad.channel.receive()
         assert answer.kind is Kind.REFUSED
         assert "memory" in answer.body["reason"]

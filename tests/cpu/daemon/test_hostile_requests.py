@@ -16,6 +16,7 @@ from staticllm.pipelines.generation.drafts import DraftParams
 from staticllm.pipelines.generation.grammar import Grammar
 from staticllm.pipelines.generation.speech_rules import SpeechRules, TimestampParams
 from staticllm.testing import fake_pipeline
+from tests.support.inside import engine_of, launched_of
 
 PROMPT = tuple(range(5, 25))
 HOSTILE = (
@@ -36,7 +37,7 @@ NESTED = {
 def model():
     with fake_pipeline(MAX_NUM_SEQS=3) as pipe:
         model = object.__new__(LanguageModel)  # without the turns of a daemon's devices
-        model.launched, model.engine = pipe._launched, pipe.engine
+        model.launched, model.engine = launched_of(pipe), pipe.engine
         yield model
 
 
@@ -128,9 +129,9 @@ EDGES = {
 def test_the_daemon_takes_what_a_program_takes(model, monkeypatch, name):
     needed, most, beyond = EDGES[name]
     with fake_pipeline() as pipe:
-        sent, submit = [], pipe._engine.submit
+        sent, submit = [], engine_of(pipe).submit
         monkeypatch.setattr(
-            pipe._engine, "submit", lambda request, *rest: (sent.append(request), submit(request, *rest))[1]
+            engine_of(pipe), "submit", lambda request, *rest: (sent.append(request), submit(request, *rest))[1]
         )
         pipe.submit("?", **needed, **{name: most}).cancel()
         received = model.request_of(json.loads(json.dumps(sent[0].to_dict())))

@@ -11,7 +11,7 @@ from support.models.whisper_directory import sound, write_whisper
 
 import staticllm
 from staticllm import StaticWhisperPipeline
-from staticllm.pipelines.daemon_client.remote_launch import _plain
+from staticllm.pipelines.daemon_client.remote_launch import plain_config
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.pipelines.generation.speech_rules import SpeechRules
 from staticllm.pipelines.launch.arguments import resolve_candidates
@@ -71,7 +71,7 @@ class Liar(RawClient):
     def __init__(self, directory, heads=((0, 0), (1, 1)), **hello):
         super().__init__(**hello)
         (candidate,) = resolve_candidates("CPU", None, F32)
-        plain = {"device": "CPU", "config": _plain(candidate.config), "explicit": sorted(candidate.explicit)}
+        plain = {"device": "CPU", "config": plain_config(candidate.config), "explicit": sorted(candidate.explicit)}
         speech = {"num_windows": 4, "heads": [list(each) for each in heads]}
         answer = self.ask(Kind.MODEL, directory=str(directory), candidates=[plain], speech=speech)
         assert answer.kind is Kind.OK, answer.body
@@ -175,7 +175,7 @@ def test_a_window_belongs_to_its_client_and_its_model(liar, directory, daemon):
 
 def test_a_language_model_encodes_nothing_and_sees_no_window(liar):
     (candidate,) = resolve_candidates("CPU", None, {**EXACT, "MAX_PROMPT_LEN": 64, "PROGRAMS": "shared"})
-    plain = {"device": "CPU", "config": _plain(candidate.config), "explicit": sorted(candidate.explicit)}
+    plain = {"device": "CPU", "config": plain_config(candidate.config), "explicit": sorted(candidate.explicit)}
     answer = liar.ask(Kind.MODEL, directory=str(staticllm.demo_model_path()), candidates=[plain])
     assert liar.encode(window=5).kind is Kind.OK
     own, liar.handle = liar.handle, answer.body["model"]
@@ -218,7 +218,7 @@ def test_a_text_about_a_window_is_aligned_only_with_heads_and_after_it_was_encod
 def test_heads_that_the_model_does_not_have_are_one_line(directory, honest, heads):
     with RawClient() as client:
         (candidate,) = resolve_candidates("CPU", None, F32)
-        plain = {"device": "CPU", "config": _plain(candidate.config), "explicit": sorted(candidate.explicit)}
+        plain = {"device": "CPU", "config": plain_config(candidate.config), "explicit": sorted(candidate.explicit)}
         speech = {"num_windows": 4, "heads": heads}
         answer = client.ask(Kind.MODEL, directory=str(directory), candidates=[plain], speech=speech)
         if answer.kind is not Kind.OK:
@@ -255,7 +255,7 @@ def test_a_window_that_is_released_ends_its_requests(liar):
 
 
 def test_windows_that_are_released_while_they_are_encoded_are_answered(liar, daemon):
-    runner, goes_on = model_of(daemon)._windows._runner, threading.Event()
+    runner, goes_on = model_of(daemon).windows.runner, threading.Event()
     encode = runner.run_blocks
     runner.run_blocks = lambda *rest: (goes_on.wait(SECONDS), encode(*rest))[1]
     try:

@@ -23,6 +23,7 @@ from staticllm.errors import ProcessLostError, SnapshotError
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
 from tests.support.attach.daemons import daemon_process, wait_for
 from tests.support.helpers import EXACT, one_line
+from tests.support.inside import engine_of, reader_of
 
 PROMPT = "What is an NPU?"
 SECONDS = 120
@@ -74,9 +75,9 @@ def kill(folder):
 def begin(pipe, **options):
     """Submit a request, and wait until some of it was delivered, or for beams until it runs; return its handle."""
     handle = pipe.submit(PROMPT, **options)
-    live = pipe._engine._live[handle.request_id]
+    live = engine_of(pipe).live[handle.request_id]
     if "num_beams" not in options:
-        wait_for(lambda: live.is_over or min(map(len, live._delivered)) >= 5, SECONDS)
+        wait_for(lambda: live.is_over or min(map(len, live.delivered)) >= 5, SECONDS)
     return handle
 
 
@@ -100,7 +101,7 @@ def test_a_killed_daemon_does_not_change_an_answer(monkeypatch, tmp_path, here):
         assert found.logprobs == pytest.approx(expected.logprobs, abs=1e-5)
         assert any(found.logprobs)
         assert lifetime.status(folder)["pid"] != killed
-        assert not pipe._engine._live
+        assert not engine_of(pipe).live
 
 
 def test_requests_of_all_kinds_and_a_streamer_survive_together(monkeypatch, tmp_path, here):
@@ -142,7 +143,7 @@ def test_a_request_that_is_lost_twice_ends_with_one_line(monkeypatch, tmp_path, 
         one_line(caught)
         assert len(set(pids)) == 2
         assert pipe.generate(PROMPT, **LONG) == here.generate(PROMPT, **LONG)
-        assert not pipe._engine._live
+        assert not engine_of(pipe).live
 
 
 @contextlib.contextmanager
@@ -180,12 +181,13 @@ def test_cancel_and_deadline_end_a_request_while_a_daemon_starts(monkeypatch, tm
         assert first.output(10).finish_reason == "cancelled"
         assert len(first.output().tokens) >= 5  # what was delivered stays
         assert late.output(15).finish_reason == "deadline"
-        pipe._engine.cancel(second.request_id, 1)
+        engine_of(pipe).cancel(second.request_id, 1)
         wait_for(
-            lambda: second._reader._queue.get(0) is not None and not pipe._engine._live[second.request_id].is_over, 10
+            lambda: reader_of(second).queue.get(0) is not None and not engine_of(pipe).live[second.request_id].is_over,
+            10,
         )
         second.cancel()
-        wait_for(lambda: not pipe._engine._live, 10)
+        wait_for(lambda: not engine_of(pipe).live, 10)
 
 
 def test_a_deleted_handle_and_a_close_end_requests_while_a_daemon_starts(monkeypatch, tmp_path):
@@ -195,7 +197,7 @@ def test_a_deleted_handle_and_a_close_end_requests_while_a_daemon_starts(monkeyp
         kill(folder)
         wait_for_start(tmp_path)
         number = handles.pop().request_id  # deleted
-        wait_for(lambda: number not in pipe._engine._live, 10)
+        wait_for(lambda: number not in engine_of(pipe).live, 10)
         start = time.monotonic()
         pipe.close()
         assert time.monotonic() - start < 15, "it waited for the start of the daemon"

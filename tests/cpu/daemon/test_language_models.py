@@ -32,6 +32,7 @@ from staticllm.pipelines.scheduling.interface import TokenBound
 from staticllm.wire.messages import Kind, Message
 from tests.support.attach.daemons import daemon_process, daemon_thread, wait_for
 from tests.support.helpers import EXACT
+from tests.support.inside import engine_of
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -229,7 +230,7 @@ def test_a_snapshot_is_written_and_read_by_the_daemon(daemon, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "leave", [StaticLLMPipeline.close, lambda pipe: pipe._engine._connection.ask(Message(Kind.RELEASE))]
+    "leave", [StaticLLMPipeline.close, lambda pipe: engine_of(pipe).connection.ask(Message(Kind.RELEASE))]
 )
 def test_a_kept_conversation_is_claimed_in_the_daemon_by_session_and_program(daemon, leave):
     with load(daemon=True) as first, load(daemon=True) as second:
@@ -263,7 +264,7 @@ def test_a_kept_conversation_is_claimed_in_the_daemon_by_session_and_program(dae
 def test_a_wrong_claim_is_refused_and_harms_no_engine(daemon, expected, body):
     with load(daemon=True) as pipe, load(daemon=True) as rude:
         with pytest.raises(StaticLLMError):
-            rude._engine._connection.ask(Message(Kind.CLAIM, body=body))
+            engine_of(rude).connection.ask(Message(Kind.CLAIM, body=body))
         assert pipe.generate(PROMPT, max_new_tokens=24) == expected["greedy"]
 
 
@@ -272,7 +273,7 @@ def test_the_next_requests_after_a_kill_start_one_daemon(monkeypatch, tmp_path, 
         pipe = load(daemon=True)
         process.kill()
         process.wait()
-        wait_for(lambda: not pipe._engine.is_connected)
+        wait_for(lambda: not engine_of(pipe).is_connected)
     with pytest.raises(ProcessLostError, match="has ended"):
         pipe.stats()
     try:
@@ -326,7 +327,7 @@ def test_a_trace_has_a_track_for_each_program_and_engine(daemon, tmp_path):
             stdout=subprocess.PIPE,
             env=dict(os.environ),
         )
-        wait_for(lambda: daemon.timeline._events is not None, 20)
+        wait_for(lambda: daemon.timeline.is_recording, 20)
         pipe.generate(PROMPT, max_new_tokens=24)
         out, _ = process.communicate()
         assert process.returncode == 0
@@ -339,7 +340,7 @@ def test_a_trace_has_a_track_for_each_program_and_engine(daemon, tmp_path):
         assert {event["name"].split()[0] for event in calls} == {"prefill", "decode"}
         assert sum(event["args"]["rows"] for event in calls if event["name"].startswith("decode")) >= 23
         assert all(event["dur"] > 0 and event["args"]["read_MB"] > 0 for event in calls)
-        assert daemon.timeline._events is None  # nothing is kept while nobody records
+        assert not daemon.timeline.is_recording  # nothing is kept while nobody records
 
 
 def test_a_program_of_higher_priority_goes_first(daemon, monkeypatch):
@@ -369,7 +370,7 @@ def test_a_program_of_higher_priority_goes_first(daemon, monkeypatch):
 def test_a_priority_that_changes_while_a_request_is_submitted_counts_for_it(daemon, monkeypatch):
     with load(daemon=True) as pipe:
         ((_, model),) = daemon.models.served()
-        (session,) = daemon._sessions.values()
+        (session,) = daemon.sessions.values()
         submit = model.engine.submit
 
         def submit_slowly(*given):

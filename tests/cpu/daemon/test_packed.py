@@ -218,7 +218,7 @@ def together(model, inputs, programs):
 
     model.engine.call_soon(gate.wait)
     threads = [threading.Thread(target=run, args=(index,)) for index in range(len(programs))]
-    waiting = model.engine.steps.callbacks._waiting
+    waiting = model.engine.steps.callbacks
     while waiting:
         time.sleep(0.001)  # until the engine is held
     for thread, program in zip(threads, programs, strict=True):
@@ -272,10 +272,10 @@ def test_only_a_device_has_a_scheduler(plain_model):
         PackedModel(plain_model, "NO_SUCH", {"NUM_STREAMS": 1}, devices=devices)
     model = PackedModel(plain_model, "AUTO", {}, devices=devices)
     assert "its inputs are" in model.reason
-    assert not devices._schedulers
+    assert not devices.schedulers
     model.close()
     PackedModel(plain_model, "CPU", {}, devices=devices).close()
-    assert set(devices._schedulers) == {"CPU"}
+    assert set(devices.schedulers) == {"CPU"}
 
 
 def test_all_slots_are_free_after_the_last_request(loaded):

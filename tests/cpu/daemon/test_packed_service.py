@@ -134,7 +134,7 @@ def test_tokens_that_wait_together_share_a_call(daemon, native, path):
         ]
         for thread in threads:
             thread.start()
-        wait_for(lambda: len(engine.steps.callbacks._waiting) == 2)
+        wait_for(lambda: len(engine.steps.callbacks) == 2)
         gate.set()
         for thread in threads:
             thread.join()
@@ -158,12 +158,12 @@ def test_a_priority_that_changes_reaches_the_sequences_and_the_device(daemon, na
         engine, scheduler = daemon.models.served()[0][1].engine, daemon.devices.scheduler("CPU")
         asked, take = [], scheduler.acquire
         monkeypatch.setattr(scheduler, "acquire", lambda ask: (asked.append(ask), take(ask))[1])
-        (session,) = daemon._sessions.values()
+        (session,) = daemon.sessions.values()
         with client.request(handle) as request:
             request.infer(*call_of(native, PROMPT, 0))
             asks = [ask for ask in asked if ask.payers]
             assert [(ask.priority, *ask.payers) for ask in asks] == [(3, session.client)] * len(asks) != []
-            (state,) = engine.core.device.kv_manager.idle._states.values()
+            (state,) = engine.core.device.kv_manager.idle.states.values()
             assert state.info.priority == 3
             assert client.ask(Kind.HINT, priority=100 + 7).kind is Kind.OK
             wait_for(lambda: state.info.priority == 7)
@@ -187,11 +187,11 @@ def test_the_priority_of_an_idle_program_does_not_raise_the_step_of_another(daem
         ]
         for number, thread in enumerate(threads, 1):
             thread.start()
-            wait_for(lambda number=number: len(scheduler._waiting) == number)
+            wait_for(lambda number=number: len(scheduler.waiting) == number)
         assert idle.ask(Kind.HINT, priority=100 + 100).kind is Kind.OK
-        priorities = sorted(each.priority for each in scheduler._waiting)
+        priorities = sorted(each.priority for each in scheduler.waiting)
         scheduler.release(held, 0.001)
-        is_first = third in scheduler._running
+        is_first = third in scheduler.running
         wait_for(lambda: third.is_granted)
         scheduler.release(third, 0.001)
         for thread in threads:
@@ -216,7 +216,7 @@ def test_a_priority_that_changes_while_a_call_begins_counts_for_its_sequences(da
         monkeypatch.setattr(packed_request, "ClientSequence", open_slowly)
         with client.request(handle) as request:
             request.infer(*call_of(native, PROMPT, 0))
-            (state,) = engine.core.device.kv_manager.idle._states.values()
+            (state,) = engine.core.device.kv_manager.idle.states.values()
             assert state.info.priority == 7
 
 
@@ -224,7 +224,7 @@ def test_a_priority_counts_for_all_clients_of_a_process(daemon):
     """Attached programs have a client for each pipeline of GenAI, and say a priority only once."""
     with RawClient() as client, RawClient(), RawClient(program="other"):
         assert client.ask(Kind.HINT, priority=100 + 7).kind is Kind.OK
-        assert sorted(session.priority for session in daemon._sessions.values()) == [0, 7, 7]
+        assert sorted(session.priority for session in daemon.sessions.values()) == [0, 7, 7]
 
 
 def test_the_call_of_a_program_that_dies_runs_no_further(daemon, native, path):
@@ -236,11 +236,11 @@ def test_the_call_of_a_program_that_dies_runs_no_further(daemon, native, path):
     wait_for(lambda: not engine.steps.callbacks)
     before = engine.stats().num_steps
     request.channel.send_tensors(Message(Kind.INFER), call_of(native, PROMPT, 0), range(len(names_of(native))))
-    wait_for(lambda: len(engine.steps.callbacks._waiting) == 2)  # a sequence and its feed
+    wait_for(lambda: len(engine.steps.callbacks) == 2)  # a sequence and its feed
     client.close()
     wait_for(lambda: not slot.num_users)
     gate.set()
-    wait_for(lambda: not daemon._connections)
+    wait_for(lambda: not daemon.connections)
     assert engine.stats().num_steps == before
     assert not engine.core.requests
     assert not engine.steps.callbacks

@@ -63,7 +63,7 @@ def test_a_call_that_waits_has_the_priority_that_its_program_has_now(changed, da
         thread.start()
         wait_for(lambda: scheduler.is_wanted)
         assert client.ask(Kind.HINT, priority=100 + changed).kind is Kind.OK
-        priorities = [each.priority for each in scheduler._waiting]
+        priorities = [each.priority for each in scheduler.waiting]
         scheduler.release(held, 0.001)
         thread.join()
     assert priorities == [changed]

@@ -99,7 +99,7 @@ def test_what_was_delivered_is_compared_and_dropped(network):
     assert queue.get(SECONDS) == token(7)
     assert queue.get(SECONDS) == Finished(FinishReason.LENGTH)
     assert queue.get(0) is None
-    assert not network.engine._live
+    assert not network.engine.live
 
 
 @pytest.mark.parametrize("others", [[token(5), token(9)], [token(5), Finished(FinishReason.STOP)]])
@@ -111,7 +111,7 @@ def test_an_answer_that_differs_ends_with_an_error_and_is_never_mixed(network, o
     network.first.die()
     second = network.next()
     second.answer()
-    wait_for(lambda: not network.engine._recovery._is_running, SECONDS)
+    wait_for(lambda: not network.engine.recovery.is_running, SECONDS)
     second.send(request.id, *others)
     error_of(queue)
     if isinstance(others[-1], TokenOutput):  # the daemon need not go on with it
@@ -119,7 +119,7 @@ def test_an_answer_that_differs_ends_with_an_error_and_is_never_mixed(network, o
         assert cancel.kind is Kind.CANCEL
         assert cancel.body["request"] == request.id
         second.send(request.id, token(7), Finished(FinishReason.CANCELLED))
-    wait_for(lambda: not network.engine._live)
+    wait_for(lambda: not network.engine.live)
     assert queue.get(0.1) is None
 
 
@@ -149,7 +149,7 @@ def test_what_is_cancelled_or_late_ends_while_nobody_listens(network):
     late = EngineRequest((1,), deadline=time.perf_counter() + 0.5)
     queues.append(network.submit(late))
     network.first.die()
-    wait_for(lambda: network.engine._recovery._is_running)
+    wait_for(lambda: network.engine.recovery.is_running)
     network.engine.cancel(whole.id)
     network.engine.cancel(one.id, 1)
     assert queues[0].get(SECONDS) == Finished(FinishReason.CANCELLED)
@@ -183,7 +183,7 @@ def test_a_request_that_ends_daemons_is_not_sent_for_ever(network):
         peer.answer()
     peer.die()
     error_of(queue)
-    wait_for(lambda: not network.engine._recovery._is_running)
+    wait_for(lambda: not network.engine.recovery.is_running)
     last = network.next()
     queue = network.submit(EngineRequest((2,)), last)  # the next request has its own count
     assert network.peers.empty()
@@ -231,7 +231,7 @@ def test_outputs_that_are_faster_than_the_acceptance_are_not_delivered_twice(net
     thread.start()
     assert network.first.receive().kind is Kind.SUBMIT
     network.first.send(request.id, token(5))
-    wait_for(lambda: [len(each) for each in network.engine._live[request.id]._delivered] == [1], SECONDS)
+    wait_for(lambda: [len(each) for each in network.engine.live[request.id].delivered] == [1], SECONDS)
     network.first.die()  # before it has said that it accepts the request
     second = network.next()
     second.answer()
@@ -253,7 +253,7 @@ def test_an_error_that_a_living_daemon_sends_is_no_loss_of_it(network):
     queue = network.submit(request)
     network.first.send(request.id, Finished(FinishReason.ERROR, ProcessLostError("a process behind it has ended")))
     assert type(queue.get(SECONDS).error) is ClosedError
-    assert network.engine._recovery.lost() == []
+    assert network.engine.recovery.lost() == []
 
 
 def test_the_recovery_has_a_limit(network, monkeypatch):
@@ -278,7 +278,7 @@ def test_a_daemon_that_hangs_in_a_submit_has_the_limit_too(network, monkeypatch)
 def test_close_ends_what_is_lost_at_once(network):
     queues = [network.submit(EngineRequest((1,))) for _ in range(2)]
     network.first.die()
-    wait_for(lambda: len(network.engine._recovery.lost()) == 2)
+    wait_for(lambda: len(network.engine.recovery.lost()) == 2)
     network.engine.close()
     assert [queue.get(SECONDS) for queue in queues] == [Finished(FinishReason.CANCELLED)] * 2
     with pytest.raises(ClosedError):
@@ -290,7 +290,7 @@ def test_a_daemon_that_was_stopped_is_not_replaced(network):
     queue = network.submit(EngineRequest((1,)))
     network.first.die()
     error_of(queue)
-    assert not network.engine._recovery._is_running
+    assert not network.engine.recovery.is_running
 
 
 def test_requests_come_back_in_their_order_while_new_ones_come(network):

@@ -170,12 +170,12 @@ def test_clients_that_leave_before_they_are_welcome_take_no_place(daemon, monkey
         channel.send(Message(Kind.HELLO, body=body))
         channel.close()
         gone.release()
-        wait_for(lambda: not daemon._greetings)
+        wait_for(lambda: not daemon.greetings)
     gone.release()
     with RawClient() as client:
         assert client.welcome.kind is Kind.WELCOME
         assert client.ask(Kind.PING).kind is Kind.OK
-    wait_for(lambda: not (daemon._connections or daemon._greetings or daemon._sessions))
+    wait_for(lambda: not (daemon.connections or daemon.greetings or daemon.sessions))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -189,7 +189,7 @@ def test_a_client_whose_connection_cannot_be_made_takes_no_place(daemon, monkeyp
             RawClient()
     with RawClient() as client:
         assert client.welcome.kind is Kind.WELCOME
-        assert len(daemon._sessions) == 1
+        assert len(daemon.sessions) == 1
 
 
 def test_the_33rd_client_is_told_the_limit(monkeypatch, tmp_path):
@@ -214,7 +214,7 @@ def test_a_model_whose_files_have_changed_since_the_program_read_them_is_refused
 
 
 def test_a_model_that_its_client_did_not_wait_for_is_given_back(honest, plain_model, daemon, monkeypatch):
-    compiling, gate, count = threading.Event(), threading.Event(), len(daemon._connections)
+    compiling, gate, count = threading.Event(), threading.Event(), len(daemon.connections)
     compile_model = daemon.models._compile
 
     def slow(source, id):
@@ -231,10 +231,8 @@ def test_a_model_that_its_client_did_not_wait_for_is_given_back(honest, plain_mo
         assert client.ask(Kind.PING).kind is Kind.OK  # its other connection does not wait
         other.close()
         gate.set()
-        wait_for(lambda: len(daemon._connections) == count + 1, 60)
-        wait_for(
-            lambda: all(not s.describe()["models"] for s in daemon._sessions.values() if s.token == client.session)
-        )
+        wait_for(lambda: len(daemon.connections) == count + 1, 60)
+        wait_for(lambda: all(not s.describe()["models"] for s in daemon.sessions.values() if s.token == client.session))
 
 
 def test_shutting_a_closed_connection_ends_no_other(monkeypatch):

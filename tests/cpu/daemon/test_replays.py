@@ -29,7 +29,7 @@ def test_a_long_call_on_the_original_runs_in_pieces_with_the_same_logits(program
 
 def asks_of(request):
     """Return a list of what the calls of a replay ask for, which grows."""
-    scheduler, asked = request._model._original.scheduler, []
+    scheduler, asked = request.model.original.scheduler, []
     take = scheduler.acquire
 
     def noted(ask):
@@ -47,7 +47,7 @@ def test_a_replay_stops_no_other_sequence(loaded, program_on, monkeypatch):
     slow, fast = program_on("llama"), program_on("llama", seed=1)
     slow.step(1, 150)
     fast.step(1, 9)
-    original, entered, gate = model._original, threading.Semaphore(0), threading.Semaphore(0)
+    original, entered, gate = model.original, threading.Semaphore(0), threading.Semaphore(0)
     original._compiled = None
     core, run = replay.get_core(), original.scheduler.acquire
 
@@ -88,17 +88,17 @@ def test_a_replay_that_is_cancelled_ends_before_its_next_piece(program_on):
     ours = program.requests[0]
     ours.state_names()
     asked = asks_of(ours)
-    take = ours._model._original.scheduler.acquire
+    take = ours.model.original.scheduler.acquire
 
     def cancel(ask):
         if not ask.owner.is_engine:
             ours.cancel()
         return take(ask)
 
-    ours._model._original.scheduler.acquire = cancel
+    ours.model.original.scheduler.acquire = cancel
     with pytest.raises(ClosedError, match="cancelled"):
         ours.infer(program.inputs(1, 250))
-    ours._model._original.scheduler.acquire = take
+    ours.model.original.scheduler.acquire = take
     assert len(asked) == 1
     ours.reset()
 

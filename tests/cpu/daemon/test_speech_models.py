@@ -22,6 +22,7 @@ from staticllm.daemon.process import lifetime
 from staticllm.errors import ClosedError, ConfigError, ProcessLostError, StaticLLMError
 from staticllm.pipelines.daemon_client.engine_connection import EngineConnection
 from tests.support.attach.daemons import daemon_process, daemon_thread, wait_for
+from tests.support.inside import speech_of
 
 F32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "word_timestamps": True}
 SECONDS = 120
@@ -150,32 +151,32 @@ def test_one_program_leaves_a_place_for_others(daemon, directory, here, monkeypa
         texts = [str(handle.result(SECONDS)) for handle in handles]
         assert texts == [str(here.generate(RECORDINGS[number % 4], **PLAIN)) for number in range(6)]
         assert max(counts) == 3
-        held = [greedy._model.windows.encode(np.zeros((4, 20), np.float32)).result(SECONDS) for _ in range(3)]
-        waiting = greedy._model.windows.encode(np.zeros((4, 20), np.float32))
+        held = [speech_of(greedy).windows.encode(np.zeros((4, 20), np.float32)).result(SECONDS) for _ in range(3)]
+        waiting = speech_of(greedy).windows.encode(np.zeros((4, 20), np.float32))
         assert str(other.generate(RECORDINGS[2], **PLAIN)) == str(here.generate(RECORDINGS[2], **PLAIN))
         assert not waiting.done()
-        greedy._model.windows.remove(held[0])
-        greedy._model.windows.remove(waiting.result(SECONDS))
+        speech_of(greedy).windows.remove(held[0])
+        speech_of(greedy).windows.remove(waiting.result(SECONDS))
 
 
 def test_a_window_that_is_given_up_gives_its_place_back(daemon, directory, here):
     """Once while it waits for a place in this program, and once while the daemon hears it."""
     with load(directory) as there:
-        windows, features = there._model.windows, np.zeros((4, 20), np.float32)
+        windows, features = speech_of(there).windows, np.zeros((4, 20), np.float32)
         held = [windows.encode(features).result(SECONDS) for _ in range(3)]
         given_up = windows.encode(features)
         late = there.submit(RECORDINGS[0], **PLAIN)
-        wait_for(lambda: len(windows._waiting) == 2)
+        wait_for(lambda: len(windows.waiting) == 2)
         assert given_up.cancel()
         late.cancel()
         for end in (late.result, given_up.result):
             with pytest.raises(CancelledError):
                 end(SECONDS)
-        wait_for(lambda: not windows._waiting)
+        wait_for(lambda: not windows.waiting)
         for number in held:
             windows.remove(number)
         runs, goes_on = threading.Event(), threading.Event()
-        runner = model_of(daemon)._windows._runner
+        runner = model_of(daemon).windows.runner
         encode = runner.run_blocks
         runner.run_blocks = lambda *rest: (runs.set(), goes_on.wait(SECONDS), encode(*rest))[2]
         being_encoded, next_one = windows.encode(features), windows.encode(features)
@@ -184,7 +185,7 @@ def test_a_window_that_is_given_up_gives_its_place_back(daemon, directory, here)
         assert next_one.cancel()
         goes_on.set()
         bank = bank_of(daemon)
-        wait_for(lambda: bank.num_free == bank.num_cross_windows and not windows._windows)
+        wait_for(lambda: bank.num_free == bank.num_cross_windows and not windows.windows)
         runner.run_blocks = encode
         assert str(there.generate(RECORDINGS[0], **PLAIN)) == str(here.generate(RECORDINGS[0], **PLAIN))
 
@@ -234,7 +235,7 @@ def test_a_program_that_is_killed_within_a_window_leaves_nothing(daemon, directo
             assert bank.num_free == 1
             assert str(other.generate(RECORDINGS[1], **PLAIN)) == str(here.generate(RECORDINGS[1], **PLAIN))
             program.send_signal(signal.SIGTERM if os.name == "nt" else signal.SIGKILL)
-        wait_for(lambda: bank.num_free == bank.num_cross_windows and len(daemon._sessions) == 1)
+        wait_for(lambda: bank.num_free == bank.num_cross_windows and len(daemon.sessions) == 1)
         assert model_of(daemon).engine.steps.num_requests == 0
         assert parts_of(other.generate(RECORDINGS[3])) == parts_of(here.generate(RECORDINGS[3]))
 
@@ -249,11 +250,11 @@ def test_close_ends_a_transcription_with_one_line_and_gives_no_half_text(daemon,
 
     handle = there.submit(RECORDINGS[0], on_text=on_text, **PLAIN)
     assert begun.wait(SECONDS)
-    held = [there._model.windows.encode(np.zeros((4, 20), np.float32)).result(SECONDS) for _ in range(2)]
-    waiting = there._model.windows.encode(np.zeros((4, 20), np.float32))
+    held = [speech_of(there).windows.encode(np.zeros((4, 20), np.float32)).result(SECONDS) for _ in range(2)]
+    waiting = speech_of(there).windows.encode(np.zeros((4, 20), np.float32))
     closing = threading.Thread(target=there.close)
     closing.start()
-    wait_for(lambda: there._model.windows._is_closed)  # or the text, of several windows, may end before
+    wait_for(lambda: speech_of(there).windows.is_closed)  # or the text, of several windows, may end before
     goes_on.set()
     for end in (handle.result, waiting.result):
         with pytest.raises(ClosedError) as caught:
@@ -263,7 +264,7 @@ def test_close_ends_a_transcription_with_one_line_and_gives_no_half_text(daemon,
     assert held
     with pytest.raises(ClosedError):
         there.generate(RECORDINGS[0])
-    wait_for(lambda: not daemon._sessions)
+    wait_for(lambda: not daemon.sessions)
 
 
 def test_what_a_speech_model_of_the_daemon_does_not_have(daemon, directory, here):
@@ -353,8 +354,8 @@ def test_several_recordings_go_on_in_the_next_daemon(killable, directory, here):
         handles = [there.submit(RECORDINGS[number % 4], on_window=on_window, **options) for number in range(8)]
         assert [str(handle.result(SECONDS)) for handle in handles] == expected
         assert killed.is_set()
-        assert not there._model.engine._live
-        assert not there._model.windows._windows
+        assert not speech_of(there).engine.live
+        assert not speech_of(there).windows.windows
 
 
 def test_a_window_that_is_lost_twice_ends_with_one_line(killable, directory, here, monkeypatch):

@@ -59,10 +59,11 @@ def stream(monkeypatch):
         count_block=lambda _: None,
     )
     model = SimpleNamespace(id=1, engine=engine, request_of=lambda _: EngineRequest((1,)))
-    stream = OutputStream(ours, threading.Lock(), session)
+    lock = threading.Lock()
+    stream = OutputStream(ours, lock, session)
     for number in (1, 2):
         stream.submit(model, number, {})
-    yield SimpleNamespace(stream=stream, engine=engine, lock=stream._channel_lock, ours=ours, client=theirs)
+    yield SimpleNamespace(stream=stream, session=session, engine=engine, lock=lock, ours=ours, client=theirs)
     theirs.close()
     closing = threading.Thread(target=stream.close, daemon=True)
     closing.start()
@@ -85,7 +86,7 @@ def blocked(stream):
 
 def serve(blocked):
     """Serve the connection of the stream on a thread, and return it."""
-    served = Connection(blocked.ours, None, blocked.stream._session, is_first=False)
+    served = Connection(blocked.ours, None, blocked.session, is_first=False)
     served._send_lock = blocked.lock
     served._requests._stream = blocked.stream
     thread = threading.Thread(target=served.run, daemon=True)
@@ -98,19 +99,19 @@ def test_a_client_that_does_not_read_loses_its_requests(blocked):
         blocked.engine.step()
     assert not blocked.engine.queues
     assert len(blocked.engine.cancelled) == 2
-    wait_for(lambda: not blocked.stream._running)  # the send that waited has ended
+    wait_for(lambda: not blocked.stream.running)  # the send that waited has ended
     assert blocked.lock.acquire(timeout=SECONDS)
     blocked.lock.release()
 
 
 def test_a_bad_frame_of_a_client_that_does_not_read_frees_all(blocked):
     thread = serve(blocked)
-    blocked.client._connection.send_bytes(b"no message")
+    blocked.client.connection.send_bytes(b"no message")
     thread.join(SECONDS)
     assert not thread.is_alive()
-    assert not blocked.stream._thread.is_alive()
+    assert not blocked.stream.thread.is_alive()
     assert len(blocked.engine.cancelled) == 2
-    assert blocked.ours._connection.closed
+    assert blocked.ours.connection.closed
 
 
 def test_a_client_that_only_stops_sending_frees_all(blocked):
@@ -119,14 +120,14 @@ def test_a_client_that_only_stops_sending_frees_all(blocked):
         client.shutdown(socket.SHUT_WR)
     thread.join(SECONDS)
     assert not thread.is_alive()
-    assert not blocked.stream._thread.is_alive()
+    assert not blocked.stream.thread.is_alive()
     assert len(blocked.engine.cancelled) == 2
 
 
 def test_the_answer_to_a_bad_frame_does_not_lie_in_another_frame(blocked, monkeypatch):
     monkeypatch.setattr(connection, "REFUSE_SECONDS", SECONDS, raising=False)
     thread = serve(blocked)
-    blocked.client._connection.send_bytes(b"no message")
+    blocked.client.connection.send_bytes(b"no message")
     wait_for(lambda: len(blocked.engine.cancelled) == 2)
     kinds = []
     with pytest.raises(EOFError):

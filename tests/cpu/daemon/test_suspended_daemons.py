@@ -29,6 +29,7 @@ from staticllm.errors import ProcessLostError
 from staticllm.wire import endpoint
 from tests.support.attach.daemons import daemon_process, daemon_thread, wait_for
 from tests.support.helpers import EXACT, one_line
+from tests.support.inside import engine_of
 
 SECONDS = 120
 PROMPT = "What is an NPU?"
@@ -159,8 +160,8 @@ def answering(monkeypatch, tmp_path):
     monkeypatch.setattr(endpoint, "PROBE_SECONDS", 0.2)
     with daemon_process(monkeypatch, tmp_path / "run") as daemon, load(daemon=True) as pipe:
         handle = pipe.submit(PROMPT, **LONG)
-        live = pipe._engine._live[handle.request_id]
-        wait_for(lambda: live.is_over or live._delivered[0], SECONDS)
+        live = engine_of(pipe).live[handle.request_id]
+        wait_for(lambda: live.is_over or live.delivered[0], SECONDS)
         yield daemon, pipe, handle, live
 
 
@@ -184,7 +185,7 @@ def test_a_request_that_was_given_up_goes_on_when_the_daemon_does(monkeypatch, t
             monkeypatch.setattr(endpoint, "ANSWER_SECONDS", 60.0)
         assert handle.output(SECONDS).tokens == expected
         assert live.num_losses == 1
-        assert pipe._engine.is_connected
+        assert engine_of(pipe).is_connected
 
 
 def test_a_request_waits_for_a_daemon_that_goes_on_in_time(monkeypatch, tmp_path, expected):

@@ -69,8 +69,8 @@ def begun(count, seed, stem=STEM):
 
 def calls_of(runner):
     """Return the list of the variants that the runner runs from now on."""
-    found, old = [], runner._measure
-    runner._measure = lambda variant, seconds: (found.append(variant), old(variant, seconds))
+    found, old = [], runner.measure
+    runner.measure = lambda variant, seconds: (found.append(variant), old(variant, seconds))
     return found
 
 
@@ -114,7 +114,7 @@ def test_vectors_that_are_not_finite_keep_nothing(folder):
     set_costs(runner)
     embed_texts(runner, [begun(3, 1)])
     chunk = runner.resumed(begun(3, 2))
-    program = runner._program(runner.next_chunk(chunk))
+    program = runner.program_of(runner.next_chunk(chunk))
     old = program.run
     program.run = lambda meanwhile=None: (old(meanwhile), program.buffers.output.fill(np.nan))[0]
     assert not np.isfinite(runner.run_chunk(chunk, runner.next_chunk(chunk))).all()
@@ -200,11 +200,11 @@ def test_a_slow_first_run_does_not_rule_a_size_out(folder):
     runner = runner_of(folder / "openvino_model.xml", (*SMALL, *RESTS, WHOLE), True)
     runner.costs = CostModel({variant: 1e-3 * variant.rows for variant in runner.variants})
     expected = runner.cost(RESTS[1])
-    runner._measure(RESTS[1], 10.0)
+    runner.measure(RESTS[1], 10.0)
     assert runner.cost(RESTS[1]) == expected
     for _ in range(40):
-        runner._measure(RESTS[1], 10.0)
+        runner.measure(RESTS[1], 10.0)
     assert runner.cost(RESTS[1]) > 1, "what is slow again and again is"
     before = runner.cost(RESTS[0])
-    runner._measure(RESTS[0], 1e-9)
+    runner.measure(RESTS[0], 1e-9)
     assert runner.cost(RESTS[0]) < 0.6 * before

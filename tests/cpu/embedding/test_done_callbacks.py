@@ -139,8 +139,9 @@ def test_callbacks_in_quick_succession_share_a_thread_that_holds_nothing_while_i
         time.sleep(0.02)
     assert reference() is None
     assert names[0].is_alive()
-    with embedding_request._callbacks._condition:
-        embedding_request._callbacks._condition.notify()
+    wakes = embedding_request._callbacks._condition
+    with wakes:
+        wakes.notify()
     names[0].join(SECONDS)
     assert not names[0].is_alive()
 

@@ -28,6 +28,7 @@ from staticllm.pipelines.embedding.windve.affinity import unsupported
 from staticllm.pipelines.embedding.windve.detector import Detection, UsedDevice
 from staticllm.pipelines.embedding.windve.queue_depth import read_estimates
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
+from tests.support.inside import driver_of
 
 pytestmark = [
     pytest.mark.usefixtures("shared_lowering"),
@@ -159,7 +160,7 @@ def test_a_pipeline_on_two_groups_of_cores(texts_directory):
         expected = alone.encode(TEXTS)
     with StaticEmbeddingPipeline(texts_directory, groups(), max_length=64, LATENCY_MS=5000, **F32) as pipe:
         assert np.abs(pipe.encode(TEXTS) - expected).max() < 1e-6
-        workers = [device.instance for device in pipe._driver.pool.devices]
+        workers = [device.instance for device in driver_of(pipe).pool.devices]
         with ThreadPoolExecutor(200) as threads:
             futures = [threads.submit(pipe.encode, [text], priority=n % 2) for n, text in enumerate(TEXTS * 5)]
             os.kill(workers[0].pid, signal.SIGKILL)
@@ -182,7 +183,7 @@ def test_queue_depths_of_algorithm_1_are_measured_and_kept(texts_directory, tmp_
     options = {"LATENCY_MS": 20.0, "QUEUE_POLICY": "windve", "QUEUE_DEPTHS": path, "max_length": 64, **F32}
     with StaticEmbeddingPipeline(texts_directory, groups(), **options) as pipe:
         written = path.read_bytes()
-        queues = [device.queue for device in pipe._driver.pool.devices]
+        queues = [device.queue for device in driver_of(pipe).pool.devices]
         assert all(queue.depth > 0 for queue in queues)
         with pytest.raises(PromptError, match="idle, the devices take only the first"):
             pipe.encode(TEXTS * (1 + sum(queue.depth for queue in queues) // len(TEXTS)), priority=1)

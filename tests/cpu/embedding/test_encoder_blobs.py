@@ -18,6 +18,7 @@ from staticllm.pipelines.embedding.encoder_kind import BLOCK_ROWS, BLOCK_SIZES, 
 from staticllm.pipelines.loading.export import export_set
 from staticllm.pipelines.loading.load import load_job
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
+from tests.support.inside import driver_of
 
 pytestmark = pytest.mark.usefixtures("shared_lowering")
 
@@ -184,7 +185,7 @@ def test_costs_are_kept_beside_the_set_and_not_measured_again(directory, tmp_pat
     (kept,) = (tmp_path / "cache").glob("*/costs.json")
     stored = json.loads(kept.read_text())["content"]["measured"]["costs"]
     with StaticEmbeddingPipeline(directory, "CPU", **cache) as pipe:
-        found = pipe._driver.runner.costs.measured
+        found = driver_of(pipe).runner.costs.measured
     assert {(each["batch"], each["rows"]): each["seconds"] for each in stored} == {
         (variant.batch, variant.rows): seconds for variant, seconds in found.items()
     }

@@ -15,6 +15,7 @@ from support.helpers import one_line
 from staticllm.devices import get_core
 from staticllm.errors import ModelError, NumericalError, StaticLLMError
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
+from tests.support.inside import driver_of
 
 pytestmark = pytest.mark.usefixtures("shared_lowering")
 
@@ -40,8 +41,10 @@ class Gate:
 
     def __init__(self, pipe, monkeypatch):
         self.open, self.began, self.num_texts = threading.Event(), threading.Event(), 0
-        is_pool = pipe._engine is None
-        place, name = (pipe._driver.pool.devices[0].instance, "embed") if is_pool else (pipe._driver.runner, "run")
+        is_pool = pipe.shared_engine is None
+        place, name = (
+            (driver_of(pipe).pool.devices[0].instance, "embed") if is_pool else (driver_of(pipe).runner, "run")
+        )
         inner = getattr(place, name)
 
         def held(*arguments, **options):
@@ -90,7 +93,7 @@ def test_a_cancelled_text_does_not_run_and_a_late_one_ends_with_an_error(pipe, m
 
 
 def test_ctrl_c_between_adding_texts_and_waiting_for_them_gives_them_up(pipe, monkeypatch):
-    gate, submit = Gate(pipe, monkeypatch), pipe._driver.submit
+    gate, submit = Gate(pipe, monkeypatch), driver_of(pipe).submit
     running = pipe.submit(TEXTS[0])
     assert gate.began.wait(SECONDS)
 
@@ -98,10 +101,10 @@ def test_ctrl_c_between_adding_texts_and_waiting_for_them_gives_them_up(pipe, mo
         submit(request)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipe._driver, "submit", interrupted)
+    monkeypatch.setattr(driver_of(pipe), "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pipe.encode(TEXTS)
-    monkeypatch.setattr(pipe._driver, "submit", submit)
+    monkeypatch.setattr(driver_of(pipe), "submit", submit)
     after = pipe.submit(TEXTS[2])
     gate.open.set()
     running.result(SECONDS)

@@ -17,6 +17,7 @@ from staticllm.pipelines.embedding.packing.chunks import chunk_variant
 from staticllm.pipelines.embedding.packing.tokenized_text import TokenizedText
 from staticllm.pipelines.loading.export import export_set
 from staticllm.pipelines.text_embedding_pipeline import StaticEmbeddingPipeline
+from tests.support.inside import driver_of
 
 pytestmark = pytest.mark.usefixtures("shared_lowering")
 
@@ -118,7 +119,7 @@ def test_a_long_text_may_begin_with_what_is_kept(pipe, demo_alone, count):
 def test_short_chunks_never_end_where_no_program_goes_on(pipe, demo, demo_alone):
     """A limit of time, as beside a chat, makes chunks of any size, after a beginning of any size."""
     after_some_queries(pipe)
-    runner, tokenizer, rng = pipe._served.driver.runner, genai.Tokenizer(demo), np.random.default_rng(0)
+    runner, tokenizer, rng = driver_of(pipe).runner, genai.Tokenizer(demo), np.random.default_rng(0)
     for count in (40, 200, 600, 1900, 5000):
         text = words(30) + words(count, 9)
         chunk = runner.continued(TokenizedText(tokenizer.encode(text).input_ids.data[0][:2000]))

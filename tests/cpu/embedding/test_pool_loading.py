@@ -123,7 +123,7 @@ def test_fine_tuned_depths_reach_the_queues_of_a_pipeline(tmp_path, monkeypatch)
 
     def depths(properties, **latency):
         options = take_options({"QUEUE_POLICY": "windve", "QUEUE_DEPTHS": path, **latency})
-        found = pool_loader._estimates(tmp_path, devices, EncoderChoices(properties=properties), options)
+        found = pool_loader.estimates_of(tmp_path, devices, EncoderChoices(properties=properties), options)
         return [queue.depth for queue in make_pool(devices, "windve", options.limit_s, 9, found).queue.devices]
 
     alone = [
@@ -161,7 +161,7 @@ def test_depths_that_cannot_be_written_get_one_line(tmp_path, monkeypatch, name)
     (tmp_path / "file").write_text("")
     options = take_options({"QUEUE_POLICY": "windve", "LATENCY_MS": 10, "QUEUE_DEPTHS": tmp_path / name})
     with pytest.raises(ConfigError, match=r"QUEUE_DEPTHS '.*depths.json': cannot be written \(.*\): give a file"):
-        pool_loader._estimates(tmp_path, [Device("A")], EncoderChoices(), options)
+        pool_loader.estimates_of(tmp_path, [Device("A")], EncoderChoices(), options)
 
 
 REPORTER = """

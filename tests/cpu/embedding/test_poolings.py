@@ -52,7 +52,7 @@ def states_of(directory):
     def states(text):
         ids = tokenizer.encode(text).input_ids.data
         feeds = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
-        return np.array(alone._program(ids.shape[1])(feeds)[0])[0]
+        return np.array(alone.program_of(ids.shape[1])(feeds)[0])[0]
 
     return states
 

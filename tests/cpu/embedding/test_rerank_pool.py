@@ -15,6 +15,7 @@ from support.helpers import one_line
 from staticllm import StaticRerankPipeline
 from staticllm.errors import BusyError, ConfigError, ModelError, PromptError
 from staticllm.pipelines.embedding.windve.affinity import unsupported
+from tests.support.inside import driver_of
 
 pytestmark = pytest.mark.usefixtures("shared_lowering")
 
@@ -59,7 +60,7 @@ def test_several_devices_score_as_one(name, tmp_path):
         np.testing.assert_allclose(pipe.label_scores(QUERY, TEXTS), labels, atol=1e-6)
         found = pipe.rerank(QUERY, TEXTS)
         assert [score for _, score in found] == pytest.approx([score for _, score in ranking], abs=1e-6)
-        for device in pipe._driver.pool.devices:  # each of them, not only the one that was free
+        for device in driver_of(pipe).pool.devices:  # each of them, not only the one that was free
             (text, *_) = pipe._pairs(QUERY, TEXTS[:1]).texts
             logits = device.instance.embed([text])
             np.testing.assert_allclose(pipe._scored(logits), expected[:1], atol=1e-6)
@@ -71,7 +72,7 @@ def test_token_types_reach_worker_processes(directory):
     with StaticRerankPipeline(directory, groups(), max_length=64, **F32) as pipe:
         (text,) = pipe._pairs(QUERY, ["a fox is an animal"]).texts
         assert text.types is not None and set(text.types.tolist()) == {0, 1}
-        instance = pipe._driver.pool.devices[0].instance
+        instance = driver_of(pipe).pool.devices[0].instance
         untyped = type(text)(text.ids)
         assert np.abs(instance.embed([text]) - instance.embed([untyped])).max() > 1e-3
 
@@ -81,7 +82,7 @@ def test_a_worker_that_is_killed_loses_no_pair(directory):
     with StaticRerankPipeline(directory, "CPU", max_length=96, **F32) as alone:
         expected = alone.scores(QUERY, TEXTS)
     with StaticRerankPipeline(directory, groups(), max_length=96, LATENCY_MS=60_000, **F32) as pipe:
-        worker = pipe._driver.pool.devices[0].instance
+        worker = driver_of(pipe).pool.devices[0].instance
         with ThreadPoolExecutor(20) as threads:
             futures = [threads.submit(pipe.scores, QUERY, TEXTS, priority=n % 2) for n in range(40)]
             os.kill(worker.pid, signal.SIGKILL)
@@ -93,7 +94,7 @@ def test_a_latency_limit_answers_busy_with_the_time_to_try_again(directory, monk
     limit_ms = 2000.0
     with StaticRerankPipeline(directory, "CPU", max_length=64, LATENCY_MS=limit_ms, **F32) as pipe:
         expected = pipe.scores(QUERY, TEXTS[:2])
-        instance = pipe._driver.pool.devices[0].instance
+        instance = driver_of(pipe).pool.devices[0].instance
         inner, began, go_on = instance.embed, threading.Event(), threading.Event()
 
         def held(*arguments):
@@ -127,7 +128,7 @@ def test_programs_that_are_shorter_than_typical_texts(directory, max_length):
 def test_queue_depths_of_algorithm_1(directory, tmp_path):
     options = {"LATENCY_MS": 100.0, "QUEUE_POLICY": "windve", "QUEUE_DEPTHS": tmp_path / "depths.json"}
     with StaticRerankPipeline(directory, "CPU", max_length=64, **options, **F32) as pipe:
-        (queue,) = [device.queue for device in pipe._driver.pool.devices]
+        (queue,) = [device.queue for device in driver_of(pipe).pool.devices]
         assert queue.depth > 0
         with pytest.raises(PromptError, match="idle, the devices take only the first"):
             pipe.scores(QUERY, ["fox"] * (queue.depth + 1))

@@ -15,6 +15,7 @@ from support.helpers import one_line
 from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, demo_model_path
 from staticllm.errors import BusyError, ConfigError
 from staticllm.pipelines.embedding.windve.affinity import unsupported
+from tests.support.inside import driver_of
 
 pytestmark = [
     pytest.mark.usefixtures("shared_lowering"),
@@ -90,11 +91,11 @@ def test_the_other_device_takes_all_while_the_engine_is_held(directory, llm, exp
 def test_full_queues_refuse_and_recover(directory, llm, expected):
     options = {"LATENCY_MS": 1000, "QUEUE_POLICY": "windve"}
     with StaticEmbeddingPipeline(directory, groups(), engine=llm.engine, **options, **F32) as pipe:
-        for device in pipe._driver.pool.devices:  # depths that a test can fill
+        for device in driver_of(pipe).pool.devices:  # depths that a test can fill
             device.recalibration = None
             device.queue.depth = 3
         is_free, thread = hold(llm)
-        pool = pipe._driver.pool
+        pool = driver_of(pipe).pool
         pool.devices[1].instance.embed, embed = _gate(pool.devices[1].instance.embed)
         handles = [pipe.submit(text) for text in TEXTS[:6]]
         assert [device.num_waiting + device.num_running for device in pipe.devices()] == [3, 3]

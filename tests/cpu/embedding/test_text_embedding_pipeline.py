@@ -294,7 +294,7 @@ def test_a_pool_tells_the_parts_of_loading_as_one_device_does(directory):
 def test_closing_ends_the_thread(directory):
     pipe = StaticEmbeddingPipeline(directory, "CPU")
     pipe.embed_query("a")
-    thread = pipe._engine.thread
+    thread = pipe.shared_engine.thread
     pipe.close()
     pipe.close()
     assert not thread.is_alive()

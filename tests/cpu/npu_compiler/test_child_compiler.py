@@ -169,8 +169,8 @@ def test_what_goes_wrong_is_one_line_and_the_compiler_can_be_used_again(compiler
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 1000
     assert len(processes() - before) == (1 if way in LIVING else 0)
-    launch = compiler._launch
-    compiler._launch = Launch((*launch.command[:2], ""), {}, launch.what, launch.remedy)
+    launch = compiler.launch
+    compiler.launch = Launch((*launch.command[:2], ""), {}, launch.what, launch.remedy)
     assert compiler.compile(model, "4000").blob
 
 

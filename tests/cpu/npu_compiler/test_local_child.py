@@ -73,9 +73,9 @@ def test_a_refusal_is_one_line_and_the_child_goes_on(compiler):
     model = a_weighted_model()
     with pytest.raises(DeviceError, match=r"refused with weights for platform 3720 .*: no such layer; another form"):
         compiler.compile(model, "3720", {"FAIL": "no such layer"})
-    child = compiler._session._child.pid
+    child = compiler.session.child.pid
     assert compiler.compile(model, "3720", with_schedule=False).blob
-    assert compiler._session._child.pid == child
+    assert compiler.session.child.pid == child
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no signals")
@@ -83,14 +83,14 @@ def test_the_child_ends_with_its_stdin_also_while_it_compiles(compiler):
     """So it ends with its parent, however that ended."""
     model = a_weighted_model()
     compiler.compile(model, "4000", with_schedule=False)
-    session = compiler._session
-    process = psutil.Process(session._child.pid)
+    session = compiler.session
+    process = psutil.Process(session.child.pid)
     session.save(model, "a job")
-    session._child.tell("model.xml\tprogram.blob\tSLEEP=300")
+    session.child.tell("model.xml\tprogram.blob\tSLEEP=300")
     time.sleep(0.2)
     os.kill(process.pid, signal.SIGINT)  # Ctrl-C reaches only the parent
     assert process.is_running()
-    session._child._process.stdin.close()
+    session.child.process.stdin.close()
     process.wait(60)
 
 

@@ -107,7 +107,7 @@ def test_a_late_or_killed_compiler_leaves_nothing_and_starts_again(compiler, mon
         compiler.compile(model, "4000", seconds=0.05)
     assert not list(Path(folder).iterdir())
     assert compiler.compile(a_layer(), "4000").blob
-    (child,) = [each for each in psutil.Process().children() if each.pid == compiler._session._child.pid]
+    (child,) = [each for each in psutil.Process().children() if each.pid == compiler.session.child.pid]
     threading.Timer(0.05, os.kill, (child.pid, signal.SIGKILL)).start()
     with pytest.raises(DeviceError, match=r"the NPU compiler crashed on .*, by signal 9"):
         compiler.compile(model, "4000")
@@ -120,11 +120,11 @@ def test_a_late_or_killed_compiler_leaves_nothing_and_starts_again(compiler, mon
 def test_the_process_ends_with_its_stdin_also_while_it_compiles(compiler):
     """So it ends with its parent, however that ended."""
     compiler.compile(a_layer(), "4000")
-    session = compiler._session
-    process = psutil.Process(session._child.pid)
+    session = compiler.session
+    process = psutil.Process(session.child.pid)
     session.save(a_layer(1024, 2048), "a job")
-    session._child.tell("model.xml\tprogram.blob\tNPU_COMPILER_TYPE=PLUGIN\tNPU_PLATFORM=4000")
-    session._child._process.stdin.close()
+    session.child.tell("model.xml\tprogram.blob\tNPU_COMPILER_TYPE=PLUGIN\tNPU_PLATFORM=4000")
+    session.child.process.stdin.close()
     process.wait(10)
     assert compiler.compile(a_layer(), "4000").blob
 

@@ -9,6 +9,7 @@ from openvino import opset13 as ops
 
 from staticllm import StaticLLMPipeline
 from staticllm.pipelines.diagnostics.decoder_diagnosis import DecoderDiagnosis
+from tests.support.inside import launched_of
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -87,7 +88,7 @@ def test_slots_of_every_type_stay_close_and_keep_the_tokens(kv_type, mode, model
     with StaticLLMPipeline(
         path, PROGRAMS=mode, INFERENCE_PRECISION_HINT="f32", KV_CACHE_PRECISION=kv_type, MAX_PROMPT_LEN=128
     ) as pipe:
-        runner = pipe._engine.runner
+        runner = pipe.engine.runner
         sequence = runner.cache.open()
         found = [runner.prefill(sequence, text[:32]).copy()] + [runner.decode(sequence, t).copy() for t in text[32:]]
         assert np.isfinite(found).all()
@@ -103,7 +104,7 @@ def test_slots_of_every_type_stay_close_and_keep_the_tokens(kv_type, mode, model
 def test_u8_slots_take_a_quarter_of_the_memory(model_path):
     properties = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "u8", "MAX_PROMPT_LEN": 128}
     with StaticLLMPipeline(model_path("demo"), PROGRAMS="shared", **properties) as pipe:
-        shape, arena = pipe._launched.loaded.programs.shape, pipe._engine.runner.cache.arena
+        shape, arena = launched_of(pipe).loaded.programs.shape, pipe.engine.runner.cache.arena
         heads, head_dim = shape.kv_states[0].heads, shape.kv_states[0].head_dim
         num_states = sum(not state.is_scale for state in shape.kv_states)
         assert arena.num_bytes == num_states * heads * (head_dim + 2 * 4) * arena.num_slots

@@ -25,6 +25,7 @@ from staticllm import (
 from staticllm.pipelines.engine.request import EngineRequest
 from staticllm.testing import fake_answer
 from staticllm.testing.pipeline import fake_pipeline
+from tests.support.inside import launched_of
 
 
 @pytest.mark.parametrize("mode", ["MODE_AUTO", "MODE_DYNAMIC", "MODE_STATIC_RANK", "MODE_STATIC"])
@@ -110,7 +111,7 @@ def test_adapters_that_do_not_fit_the_model_get_one_line(llama, tmp_path):
 
 def test_programs_without_adapters_have_none_of_their_inputs(llama):
     with StaticLLMPipeline(llama.path, "CPU", **SHORT) as pipe:
-        compiled = next(iter(pipe._launched.loaded.programs.compiled.values()))
+        compiled = next(iter(launched_of(pipe).loaded.programs.compiled.values()))
     assert not [name for port in compiled.inputs for name in port.get_names() if name.startswith("adapter")]
 
 

@@ -25,6 +25,7 @@ from staticllm.pipelines.generation.genai_adapters import adapter_set_of
 from staticllm.pipelines.loading.load import load
 from staticllm.pipelines.scheduling.planner import POLICIES
 from staticllm.properties import resolve
+from tests.support.inside import launched_of
 
 NAMES = [
     "demo",
@@ -226,7 +227,7 @@ def test_a_cache_has_one_set_for_a_layout(llama, tmp_path):
         {},
     ):
         with StaticLLMPipeline(llama.path, "CPU", **adapters, **cache) as pipe:
-            origins.append(pipe._launched.loaded.programs_from)
+            origins.append(launched_of(pipe).loaded.programs_from)
             assert answer(pipe, AdapterConfig()) == llama.tokens()
     assert origins == ["compiled", "cache", "compiled"]
 
@@ -235,7 +236,7 @@ def test_fused_adapters_are_part_of_the_weights(llama, handles, tmp_path):
     blobs, fused = tmp_path / "set.blob", AdapterConfig(handles[0], 0.75, AdapterConfig.Mode.MODE_FUSE)
     with StaticLLMPipeline(llama.path, "CPU", adapters=fused, BLOB_PATH=blobs, EXPORT_BLOB=True, **SHORT) as pipe:
         assert answer(pipe) == answer(pipe, AdapterConfig(handles[0], 0.75)) == llama.tokens(0.75, 0.0)
-        assert not pipe._launched.loaded.programs.shape.adapted
+        assert not launched_of(pipe).loaded.programs.shape.adapted
         for config in (AdapterConfig(), AdapterConfig(handles[0], 0.5)):
             with pytest.raises(AdapterError, match="MODE_FUSE") as caught:
                 answer(pipe, config)

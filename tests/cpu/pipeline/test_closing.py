@@ -26,6 +26,7 @@ from staticllm import (
     draft_model,
 )
 from staticllm.system.long_calls import wait_for_left
+from tests.support.inside import launched_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts threads and files in /proc")
 
@@ -187,7 +188,7 @@ def test_a_pipeline_whose_background_work_failed_holds_nothing(waits):
 
     def open_and_close():
         with a_pipeline(BACKGROUND_COMPILE=None, on_progress=fail) as pipe:
-            while not pipe._launched.background.is_done:
+            while not launched_of(pipe).background.is_done:
                 time.sleep(0.02)
             if waits:
                 with pytest.raises(ValueError, match="in the background"):

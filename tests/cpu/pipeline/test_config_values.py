@@ -13,6 +13,7 @@ from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.diagnostics.doctor import check_model
 from staticllm.pipelines.diagnostics.reference import EXACT
 from staticllm.pipelines.generation.options.resolve import NAMES, unreadable_field
+from tests.support.inside import inputs_of
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -147,7 +148,7 @@ def test_what_a_request_says_wins_over_the_file(fields, asked, tmp_path):
     model = model_with(tmp_path, fields)
     with StaticLLMPipeline(model, "CPU", MAX_PROMPT_LEN=128, **EXACT) as pipe:
         assert pipe.generate(["Hello"], rng_seed=3, **asked).texts
-        options = pipe._input_processor.call("text", None, dict(asked)).options
+        options = inputs_of(pipe).call("text", None, dict(asked)).options
         most = {"max_new_tokens": 5, **fields, **asked}["max_new_tokens"]
         assert options.max_new_tokens == max(most, asked.get("min_new_tokens", 0)), "no answer is without a limit"
 

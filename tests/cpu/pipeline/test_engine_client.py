@@ -14,6 +14,7 @@ from staticllm.core import FinishReason
 from staticllm.pipelines.engine.client import EngineClient
 from staticllm.pipelines.engine.request import EngineRequest, OutputQueue, output_from_dict, output_to_dict
 from staticllm.pipelines.launch.engine import launch
+from tests.support.inside import engine_of, launched_of
 
 
 def _sent(target):
@@ -109,7 +110,7 @@ def test_a_request_is_cancelled_by_its_own_id(pipe):
 
 
 def test_an_error_of_sampling_keeps_its_class(pipe):
-    everything = set(range(pipe._launched.vocab_size))
+    everything = set(range(launched_of(pipe).vocab_size))
     with pytest.raises(GenerationConfigError, match="no token can be chosen"):
         pipe.generate(PROMPTS[0], max_new_tokens=4, min_new_tokens=4, stop_token_ids=everything)
     assert len(pipe.generate(PROMPTS[0], max_new_tokens=2, ignore_eos=True).tokens[0]) == 2
@@ -125,6 +126,6 @@ def test_a_snapshot_goes_through_the_client(pipe, tmp_path):
 
 def test_closing_the_pipeline_closes_the_client(pipe):
     pipe.close()
-    assert pipe._engine.num_closed == 1
+    assert engine_of(pipe).num_closed == 1
     with pytest.raises(ClosedError):
         pipe.generate(PROMPTS[0], max_new_tokens=2)

@@ -20,6 +20,7 @@ from staticllm import AdapterConfig, GenerationConfigError, StaticLLMPipeline, d
 from staticllm.pipelines.generation.options.extra import EXTRA_NAMES
 from staticllm.pipelines.generation.options.requested_grammar import KEYWORDS
 from staticllm.pipelines.generation.options.resolve import DEFAULTS, NAMES
+from tests.support.inside import inputs_of, launched_of
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -203,9 +204,9 @@ def answer_of(pipe, prompt, options):
 def request_of(pipe, prompt, options):
     """Return what the engine gets."""
     arguments = {name: options.pop(name) for name in CALLS if name in options}
-    call = pipe._input_processor.call("text", arguments.pop("generation_config", None), options, **arguments)
-    encoded = pipe._input_processor.encode(prompt, call)[0]
-    prepared = pipe._input_processor.prepare(encoded, call, pipe.config, pipe._launched.vocab_size)
+    call = inputs_of(pipe).call("text", arguments.pop("generation_config", None), options, **arguments)
+    encoded = inputs_of(pipe).encode(prompt, call)[0]
+    prepared = inputs_of(pipe).prepare(encoded, call, pipe.config, launched_of(pipe).vocab_size)
     return asdict(replace(prepared.request, id=0, arrival=0.0, seed=0))
 
 

@@ -33,6 +33,7 @@ from staticllm.pipelines.embedding.pool.pool_plan import POOL_PROPERTIES, take_o
 from staticllm.pipelines.launch.arguments import resolve_candidates
 from staticllm.pipelines.launch.draft_origin import DraftOrigin, take_draft_origin
 from staticllm.properties import DECODER_OPTIONS
+from tests.support.inside import driver_of
 
 pytestmark = pytest.mark.usefixtures("shared_programs", "shared_lowering")
 
@@ -255,8 +256,8 @@ def test_an_argument_of_a_call_of_an_encoder_changes_something(embedder, reranke
 def test_a_call_tells_its_priority_and_its_progress(kind, request, monkeypatch):
     pipe = request.getfixturevalue(kind)
     taken, heard = [], []
-    submit = pipe._driver.submit
-    monkeypatch.setattr(pipe._driver, "submit", lambda given: (taken.append(given.priority), submit(given)))
+    submit = driver_of(pipe).submit
+    monkeypatch.setattr(driver_of(pipe), "submit", lambda given: (taken.append(given.priority), submit(given)))
     call = partial(pipe.encode, ["a"]) if kind == "embedder" else partial(pipe.scores, "a", ["b"])
     call(priority=7, on_progress=lambda *count: heard.append(count))
     assert taken == [7]

@@ -18,6 +18,7 @@ from staticllm import StaticWhisperPipeline
 from staticllm.errors import ConfigError, DeviceError
 from staticllm.pipelines import whisper_pipeline
 from staticllm.pipelines.speech.voice import FRAME
+from tests.support.inside import speech_of
 
 SECONDS = 60
 RECORDING = sound(7, 3)
@@ -64,7 +65,7 @@ def exact(window):
 @contextmanager
 def hearing(pipe, monkeypatch, before, after=lambda number: None):
     """Call ``before`` and ``after`` with the number of each window that is heard, by the order of their beginnings."""
-    encode, lock, numbers = pipe._model.encode, threading.Lock(), iter(range(1000))
+    encode, lock, numbers = speech_of(pipe).encode, threading.Lock(), iter(range(1000))
 
     @contextmanager
     def noted(*arguments, **options):
@@ -76,7 +77,7 @@ def hearing(pipe, monkeypatch, before, after=lambda number: None):
         after(number)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipe._model, "encode", noted)
+        patch.setattr(speech_of(pipe), "encode", noted)
         yield
 
 
@@ -101,13 +102,13 @@ def test_windows_leave_the_silence_out(pipe):
 
 def test_a_window_hears_nothing_of_the_next_one(pipe, monkeypatch):
     """After the end of its part there are zeros, as after the end of a recording."""
-    encode, lengths = pipe._model.encode, []
+    encode, lengths = speech_of(pipe).encode, []
 
     def noted(features, *rest, **options):
         lengths.append(int(np.flatnonzero(features.any(axis=0)).max()) + 1)
         return encode(features, *rest, **options)
 
-    monkeypatch.setattr(pipe._model, "encode", noted)
+    monkeypatch.setattr(speech_of(pipe), "encode", noted)
     _, windows = heard(pipe, 1)
     starts = [round(window.start * COLUMNS) for window in windows]
     ends = [start + length for start, length in zip(starts, lengths, strict=True)]

@@ -246,8 +246,8 @@ def test_no_slot_moves_between_prefill_and_decode(zoo, prompt_of, monkeypatch):
     from staticllm.kvcache import arena
 
     moved = []
-    restride = arena._restride
-    monkeypatch.setattr(arena, "_restride", lambda *arguments: moved.append(1) or restride(*arguments))
+    restride = arena.restride
+    monkeypatch.setattr(arena, "restride", lambda *arguments: moved.append(1) or restride(*arguments))
     pipe = StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=256, **EXACT)  # its programs go with it
     runner = pipe.engine.runner
     for length in (1, 9, 100, 250, 256):

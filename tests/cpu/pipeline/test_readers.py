@@ -15,6 +15,7 @@ from staticllm.core import FinishReason
 from staticllm.pipelines.engine.request import Finished
 from staticllm.pipelines.text import answer_reader
 from staticllm.pipelines.text.readers import OutputSignal
+from tests.support.inside import reader_of
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -61,12 +62,12 @@ def test_the_echo_comes_after_the_checks_of_its_reader(pipe):
     handle = pipe.submit("hello", max_new_tokens=20, ignore_eos=True, echo=True)
     answers = queue.SimpleQueue()
     token = object()
-    assert handle._reader._role.enter(token), "a reader such as ``result``, which leaves the echo"
+    assert reader_of(handle).role.enter(token), "a reader such as ``result``, which leaves the echo"
     thread = threading.Thread(target=lambda: answers.put("".join(handle)))
     thread.start()
     time.sleep(0.2)
-    assert handle._reader._first is not None, "a reader that waits for its turn has taken nothing"
-    handle._reader._role.leave(token)
+    assert reader_of(handle).first is not None, "a reader that waits for its turn has taken nothing"
+    reader_of(handle).role.leave(token)
     thread.join(30)
     assert answers.get(timeout=0).startswith("hello")
 
@@ -81,7 +82,7 @@ def test_a_thread_that_may_not_wait_gets_no_echo(pipe, monkeypatch):
         with pytest.raises(StaticLLMError, match="may not wait"):
             next(handle.deltas())
     with monkeypatch.context() as patch:
-        patch.setattr(handle._reader, "_pid", -1)
+        patch.setattr(reader_of(handle), "pid", -1)
         with pytest.raises(StaticLLMError):
             next(handle.deltas())
     assert "".join(handle).startswith("hello")
@@ -162,13 +163,14 @@ def test_an_async_reader_ends_when_another_thread_stops_the_request(pipe, monkey
 
     def stopped(signal):
         clear(signal)
-        handle._reader._close(Finished(FinishReason.CANCELLED))
+        reader_of(handle)._close(Finished(FinishReason.CANCELLED))
 
     async def main():
         batches = handle.batches_async()
         await anext(batches)
         handle.cancel()
-        while not isinstance(handle._reader._queue._outputs[-1] if handle._reader._queue._outputs else None, Finished):
+        waiting = reader_of(handle).queue.outputs
+        while not (waiting and isinstance(waiting[-1], Finished)):
             await asyncio.sleep(0.01)
         monkeypatch.setattr(OutputSignal, "clear", stopped)
         await asyncio.wait_for(anext(batches, None), 20)

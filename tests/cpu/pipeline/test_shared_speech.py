@@ -19,6 +19,7 @@ from support.models.whisper_directory import RATE, sound, write_whisper
 from staticllm import StaticEmbeddingPipeline, StaticLLMPipeline, StaticWhisperPipeline, demo_model_path
 from staticllm.errors import ClosedError, ConfigError, DeviceError
 from staticllm.pipelines.engine.job_engine import JobEngine
+from tests.support.inside import speech_of
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -80,11 +81,11 @@ def test_four_recordings_at_once_are_decoded_in_the_same_calls(directory):
     with StaticWhisperPipeline(directory, **F32) as pipe:
         texts = [str(pipe.generate(samples, language="<|en|>")) for samples in recordings]
         runner, all_wait = pipe.engine.runner, threading.Event()
-        encode = pipe._model.windows._runner.run_blocks
-        pipe._model.windows._runner.run_blocks = lambda *rest: (all_wait.wait(SECONDS), encode(*rest))[1]
+        encode = speech_of(pipe).windows.runner.run_blocks
+        speech_of(pipe).windows.runner.run_blocks = lambda *rest: (all_wait.wait(SECONDS), encode(*rest))[1]
         with pipe.engine.record() as trace:
             handles = [pipe.submit(samples, language="<|en|>") for samples in recordings]
-            while len(pipe._model.windows._waiting) < 3:
+            while len(speech_of(pipe).windows.waiting) < 3:
                 time.sleep(0.001)
             all_wait.set()
             assert [str(handle.result(SECONDS)) for handle in handles] == texts
@@ -97,7 +98,7 @@ def test_four_recordings_at_once_are_decoded_in_the_same_calls(directory):
 def test_a_chat_decodes_between_two_blocks_of_the_encoder(llm, speech, expected, monkeypatch):
     """A call is said to take half a second, so that no job holds two of its blocks."""
     answer = str(llm.generate(PROMPTS[0], max_new_tokens=40))
-    runner = speech._model.windows._runner
+    runner = speech_of(speech).windows.runner
     assert runner.num_blocks > 2
     monkeypatch.setattr(runner.costs, "update", lambda variant, seconds: None)
     runner.costs.set(runner.variant, 0.5)
@@ -122,7 +123,7 @@ def test_a_chat_decodes_between_two_blocks_of_the_encoder(llm, speech, expected,
 
 
 def test_a_recording_is_given_up_between_two_blocks(speech, expected, monkeypatch):
-    runner = speech._model.windows._runner
+    runner = speech_of(speech).windows.runner
     runner.costs.set(runner.variant, 0.5)
     is_submitted = threading.Event()
     handles, begins = [], []
@@ -147,10 +148,10 @@ def test_a_recording_is_given_up_between_two_blocks(speech, expected, monkeypatc
 @pytest.mark.parametrize(("options", "in_blocks"), [({}, True), ({"PROGRAMS": "shared"}, False)])
 def test_an_encoder_on_a_shared_engine_runs_in_blocks_unless_the_user_chose(directory, llm, options, in_blocks):
     with StaticWhisperPipeline(directory, engine=llm.engine, **options, **F32) as speech:
-        assert (speech._model.windows._runner.num_blocks > 1) is in_blocks
-        assert sum(speech._model.windows._runner.block_costs) == pytest.approx(speech._model.windows._runner.cost)
+        assert (speech_of(speech).windows.runner.num_blocks > 1) is in_blocks
+        assert sum(speech_of(speech).windows.runner.block_costs) == pytest.approx(speech_of(speech).windows.runner.cost)
     with StaticWhisperPipeline(directory, **options, **F32) as alone:
-        assert alone._model.windows._runner.num_blocks == 1
+        assert speech_of(alone).windows.runner.num_blocks == 1
 
 
 def test_a_closed_pipeline_is_gone_without_the_garbage_collector(directory):

@@ -232,7 +232,7 @@ def test_many_requests_draft_together(drafted, zoo, prompt_of, original):
     handles = [drafted.submit(np.array([p]), max_new_tokens=30, ignore_eos=True) for p in prompts]
     found = [handle.result().tokens[0] for handle in handles]
     assert found == [original(zoo / "llama").greedy(prompt, 30) for prompt in prompts]
-    assert drafted.engine.core.device.draft_planner.model._runner.cache.slots.num_used == 0
+    assert drafted.engine.core.device.draft_planner.model.runner.cache.slots.num_used == 0
 
 
 def test_another_model_of_the_same_tokenizer_drafts(zoo, prompt_of, original):
@@ -340,7 +340,7 @@ def test_a_draft_model_may_have_other_unused_tokens_at_its_end(
         assert proposed
         assert max(proposed) <= last
         model = drafted.engine.core.device.draft_planner.model
-        assert model.is_usable and not model._num_failures
+        assert model.is_usable and not model.num_failures
 
 
 class Vocabulary:

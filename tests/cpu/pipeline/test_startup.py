@@ -17,6 +17,7 @@ from staticllm.pipelines.launch import engine as launch
 from staticllm.pipelines.launch import text_reader
 from staticllm.pipelines.loading import background, decoder_kind, import_set
 from staticllm.system.long_calls import wait_for_left
+from tests.support.inside import launched_of
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -42,7 +43,7 @@ def test_the_first_token_comes_before_all_variants_are_compiled(zoo, expected):
         answers = [tokens_of(pipe) for _ in range(10)]
         assert pipe.wait_until_complete(60)
         assert pipe.is_complete
-        num_programs = len(pipe._engine.runner.programs)
+        num_programs = len(pipe.engine.runner.programs)
         assert [*answers, tokens_of(pipe)] == [expected] * 11, "whatever programs are there, the words are the same"
     compiled = [(when, e) for when, e in events if e.stage == "compile" and e.is_done]
     stages = [e.stage for _, e in events]
@@ -59,7 +60,7 @@ def test_all_installed_programs_are_used(zoo, expected):
         options = {"max_new_tokens": 12, "ignore_eos": True}
         handles = pipe.engine.run_between_steps(lambda: [pipe.submit(np.array([PROMPT]), **options) for _ in range(2)])
         assert [list(handle.result().tokens[0]) for handle in handles] == [expected] * 2
-        assert {v.sequences for v in pipe._engine.runner.index.variants} == {1, 2}
+        assert {v.sequences for v in pipe.engine.runner.index.variants} == {1, 2}
         assert pipe.stats().num_steps < 24, "two answers share calls"
 
 
@@ -135,14 +136,14 @@ def test_the_cpu_serves_until_the_device_can(is_staged, zoo, expected):
     """The device that the pipeline waits for is the CPU again here, with programs of its own."""
     options = {**STAGED, "BACKGROUND_COMPILE": is_staged}
     with StaticLLMPipeline(zoo / "llama", "TOASTER,CPU", **options, SERVE_FROM_CPU=True) as pipe:
-        first = pipe._engine.runner
+        first = pipe.engine.runner
         running = [pipe.submit(np.array([PROMPT]), max_new_tokens=12, ignore_eos=True) for _ in range(4)]
         assert pipe.wait_until_complete(60)
         later = [pipe.submit(np.array([PROMPT]), max_new_tokens=12, ignore_eos=True) for _ in range(4)]
         assert [list(handle.result().tokens[0])[:12] for handle in (*running, *later)] == [expected] * 8
         assert tokens_of(pipe) == expected
-        assert pipe._engine.runner is not first
-        assert len(pipe._engine.runner.programs) > 4
+        assert pipe.engine.runner is not first
+        assert len(pipe.engine.runner.programs) > 4
 
 
 @pytest.mark.slow
@@ -244,7 +245,7 @@ SINGLE = {**SHORT, "PROGRAMS": "few_rows", "MAX_NUM_SEQS": 2}
 
 def programs_of(pipe, few_rows=1):
     """Return the compiled models for calls of few rows, and those for all other calls."""
-    programs = pipe._engine.runner.programs
+    programs = pipe.engine.runner.programs
     return [{id(programs.compiled(v)) for v in programs if (v.rows <= few_rows) == is_few} for is_few in (True, False)]
 
 
@@ -320,7 +321,7 @@ def three_programs(zoo, tmp_path, monkeypatch):
     probe_finds(1, monkeypatch)
     options = {**SHORT, "PROGRAMS": "phases", "MAX_NUM_SEQS": 2, "CACHE_DIR": tmp_path}
     with StaticLLMPipeline(zoo / "llama", **options) as pipe:
-        assert len(pipe._launched.loaded.programs.compiled) == len(pipe._engine.runner.programs)
+        assert len(launched_of(pipe).loaded.programs.compiled) == len(pipe.engine.runner.programs)
     (entry,) = BlobCache(tmp_path).entries()
     assert len(entry.manifest.blobs) == 3
     return options
@@ -329,7 +330,7 @@ def three_programs(zoo, tmp_path, monkeypatch):
 def test_what_the_first_answer_needs_is_imported_first(three_programs, zoo, expected):
     events = []
     with StaticLLMPipeline(zoo / "llama", **three_programs, on_progress=events.append) as pipe:
-        runner = pipe._engine.runner
+        runner = pipe.engine.runner
         assert not any(variant.sequences > 1 and variant.rows == variant.sequences for variant in runner.programs)
         stages = [event.stage for event in events if event.is_done]
         assert stages == ["import", "import", "warm-up", "warm-up", "ready"]
@@ -337,7 +338,7 @@ def test_what_the_first_answer_needs_is_imported_first(three_programs, zoo, expe
         assert pipe.wait_until_complete(60)
         assert pipe.is_complete
         assert [event.stage for event in events if event.is_done][5:] == ["import", "complete"]
-        kept = pipe._launched.loaded.kept_costs.read()
+        kept = launched_of(pipe).loaded.kept_costs.read()
         assert all(runner.costs.is_stable(variant) for variant in runner.programs if variant in kept)
         options = {"max_new_tokens": 12, "ignore_eos": True}
         handles = pipe.engine.run_between_steps(lambda: [pipe.submit(np.array([PROMPT]), **options) for _ in range(2)])

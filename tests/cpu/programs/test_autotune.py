@@ -301,7 +301,7 @@ def test_every_candidate_is_run_and_the_model_stays_as_it_was():
         times = probe.seconds(num_rows, [{}, {GROUP_SIZE: LARGE_GROUP}], is_cold)
         assert len(times) == 2
         assert all(0 < time < 10 for time in times)
-    assert len(probe._requests) == 2
+    assert len(probe.requests) == 2
     assert len(model.get_ordered_ops()) == before
 
 
@@ -323,7 +323,7 @@ def test_kept_times_of_probes_choose_what_they_chose_before(monkeypatch):
     runs = []
     monkeypatch.setattr(autotune.Probe, "is_f32", True)
     fast_groups = lambda self, rows, candidates, is_cold: (runs.append(rows), [2.0, 1.0][: len(candidates)])[1]  # noqa: E731
-    monkeypatch.setattr(autotune.Probe, "_timed", fast_groups)
+    monkeypatch.setattr(autotune.Probe, "timed", fast_groups)
     kept = Times()
     first = calibrated(get_core(), "CPU", stack(), PHASES, "few_rows", kept)
     assert runs == [autotune.MANY_ROWS, 1]
@@ -344,8 +344,8 @@ def test_kept_times_of_probes_choose_what_they_chose_before(monkeypatch):
 @pytest.mark.skipif("ONEDNN_MAX_CPU_ISA" in os.environ, reason="the plugin has no such products under a limited ISA")
 def test_a_model_that_is_calibrated_in_two_parts_is_timed_once(monkeypatch):
     runs = []
-    timed = autotune.Probe._timed
-    monkeypatch.setattr(autotune.Probe, "_timed", lambda self, *args: (runs.append(args[0]), timed(self, *args))[1])
+    timed = autotune.Probe.timed
+    monkeypatch.setattr(autotune.Probe, "timed", lambda self, *args: (runs.append(args[0]), timed(self, *args))[1])
     memory = autotune.ProbeMemory()
     calibrated(get_core(), "CPU", stack(), PHASES, "shared", memory)
     calibrated(get_core(), "CPU", stack(), PHASES, "few_rows", memory)
@@ -368,7 +368,7 @@ def test_settings_that_compute_the_same_numbers_are_timed_once(monkeypatch):
     """Without instructions for quantized activations, for example, all candidates run the same kernels."""
     probe = autotune.Probe(get_core(), "CPU", autotune.repeated_matrices(stack()))
     requests = {0: FakeRequest(1.0), 1: FakeRequest(2.0), 2: FakeRequest(1.0)}
-    monkeypatch.setattr(probe, "_request", lambda properties: requests[properties["number"]])
+    monkeypatch.setattr(probe, "request_of", lambda properties: requests[properties["number"]])
     numbers = [{"number": number} for number in requests]
     seconds = probe.seconds(autotune.MANY_ROWS, numbers)
     assert seconds[0] == seconds[2]
@@ -411,7 +411,7 @@ def test_the_first_layers_compute_what_the_whole_model_does(name, plan_of):
 def test_both_programs_are_timed_and_the_times_are_kept(plan_of, monkeypatch):
     plan, kept, timed = plan_of("demo"), ProbeMemory(), []
     monkeypatch.setattr(autotune, "LAYERS_SHARE", 0.7)
-    monkeypatch.setattr(autotune, "_seconds_in_turns", lambda requests: timed.append(len(requests)) or [3.0, 2.0])
+    monkeypatch.setattr(autotune, "seconds_in_turns", lambda requests: timed.append(len(requests)) or [3.0, 2.0])
     few = tuple(variant for variant in plan.variants if variant.rows == 1)
     programs = ProbedProgram(plan.variants, EXACT), ProbedProgram(few, EXACT)
     arguments = get_core(), "CPU", plan.lowered, step_of(plan)
@@ -432,6 +432,6 @@ def test_a_program_is_as_fast_as_itself(plan_of, monkeypatch):
 def test_a_model_without_layers_is_not_timed(plan_of, monkeypatch):
     plan = plan_of("demo")
     monkeypatch.setattr(autotune, "LAYERS_SHARE", 1e-3)
-    monkeypatch.setattr(autotune, "_seconds_in_turns", lambda requests: pytest.fail("timed"))
+    monkeypatch.setattr(autotune, "seconds_in_turns", lambda requests: pytest.fail("timed"))
     program = ProbedProgram(plan.variants, EXACT)
     assert layers_speedup(get_core(), "CPU", plan.lowered, step_of(plan), (program, program)) == 1.0

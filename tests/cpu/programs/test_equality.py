@@ -12,6 +12,7 @@ import pytest
 from support.helpers import EXACT, tokens_of
 
 from staticllm import StaticLLMPipeline
+from tests.support.inside import launched_of
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -128,7 +129,7 @@ def test_slot_memory_is_allocated_once(model_path):
     done = subprocess.run([sys.executable, "-c", MEASURE_MEMORY], capture_output=True, text=True, check=True)
     lines = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
     assert len({(num_bytes, addresses) for _, num_bytes, addresses in lines}) == 1
-    shape = StaticLLMPipeline(model_path("demo"))._launched.loaded.programs.shape
+    shape = launched_of(StaticLLMPipeline(model_path("demo"))).loaded.programs.shape
     assert int(lines[0][1]) == shape.slot_bytes * 4 * 1152
     sizes = [int(num_bytes) for num_bytes, *_ in lines]
     growth = [after - before for before, after in pairwise(sizes)]  # a variant that runs for the first time grows, too

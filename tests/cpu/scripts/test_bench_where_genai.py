@@ -22,13 +22,15 @@ def test_calls_alone_and_counted_ones_are_those_of_the_request(name, model_path)
     reference = StatefulReference(model_path(name))
     reference.logits(list(range(8, 20)))
     expected = [reference.logits([token])[-1] for token in (20, 21, 22)][-1]
-    alone = calls._request.get_tensor(LOGITS).data
+    alone = calls.request.get_tensor(LOGITS).data
     assert alone[0, -1] == pytest.approx(expected, abs=1e-3)
     for _ in range(2):
         calls.count(run)
-        counted = calls._counted["decode"].request.get_tensor(LOGITS).data
+        counted = calls.counted_runs["decode"].request.get_tensor(LOGITS).data
         assert counted[0, -1] == pytest.approx(expected, abs=1e-3), "decode steps begin with the prompt's state"
-    assert calls._counted["prefill"].request.get_tensor(LOGITS).shape[1] == 1, "GenAI's head takes the last token only"
+    assert calls.counted_runs["prefill"].request.get_tensor(LOGITS).shape[1] == 1, (
+        "GenAI's head takes the last token only"
+    )
     for phase in ("prefill", "decode"):
         found = calls.counted(run, phase)
         assert 0 < sum(each.ms for each in found.nodes) < found.mean_ms
@@ -44,10 +46,10 @@ def test_a_turn_follows_the_tokens_before_it_and_their_answer(name, model_path):
     reference = StatefulReference(model_path(name))
     reference.logits([8 + past % 100 for past in range(7)])
     expected = reference.logits([8 + past % 100 for past in range(7, 13)])[-1]
-    assert calls._request.get_tensor(LOGITS).data[0, -1] == pytest.approx(expected, abs=1e-3)
+    assert calls.request.get_tensor(LOGITS).data[0, -1] == pytest.approx(expected, abs=1e-3)
     for _ in range(2):
         assert len(calls.count(run)) == 1
-        counted = calls._counted["turn"].request.get_tensor(LOGITS).data
+        counted = calls.counted_runs["turn"].request.get_tensor(LOGITS).data
         assert counted[0, -1] == pytest.approx(expected, abs=1e-3)
     assert calls.counted(run, "turn").mean_ms > 0
     assert calls.run(np.arange(8, 12), 1, 0).programs == [(Variant(4, 0),)], "the conversation has ended"

@@ -25,6 +25,7 @@ from staticllm.cli.servers import top
 from staticllm.pipelines.embedding.windve.affinity import unsupported
 from staticllm.server.models.served import demo_spec, model_spec
 from staticllm.server.settings import ApiClient
+from tests.support.inside import driver_of
 
 openai = pytest.importorskip("openai")
 
@@ -188,7 +189,7 @@ def test_full_queues_answer_429_and_recover(folder, expected):
     specs = specs_of(folder, groups(), LATENCY_MS=1000, QUEUE_POLICY="windve")
     with serving(specs) as served, client_of(served) as client, ThreadPoolExecutor(8) as pool:
         vectors_of(client, ["load it"])
-        devices = served.pipeline("tiny")._driver.pool.devices
+        devices = driver_of(served.pipeline("tiny")).pool.devices
         for device in devices:  # depths that a test can fill
             device.recalibration = None
             device.queue.depth = 2

@@ -13,6 +13,7 @@ from support.server.served import serving
 
 from staticllm.pipelines.encoder_pipeline import QUERY_PRIORITY
 from staticllm.server.models.served import demo_spec, model_spec
+from tests.support.inside import driver_of
 
 openai = pytest.importorskip("openai")
 
@@ -125,7 +126,7 @@ def test_queries_go_before_documents(served, monkeypatch):
     httpx.post(
         served.url + "/v1/embeddings", json={"model": "tiny", "input": "a"}, timeout=60
     )  # the model is loaded now
-    queue, priorities = served.pipeline("tiny")._driver, []
+    queue, priorities = driver_of(served.pipeline("tiny")), []
     submit = queue.submit
     monkeypatch.setattr(queue, "submit", lambda request: (priorities.append(request.priority), submit(request))[1])
     for kind in ("query", "document", None):

@@ -43,16 +43,16 @@ def request(path, body=b"{}"):
 @pytest.mark.parametrize("prefix", ["", "/v1", "/api/v0"])
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_every_form_of_a_path_finds_its_replicas(ingress, prefix, slash):
-    relay = ingress._relay(request(f"{prefix}/embeddings{slash}"), b'{"input": "a"}')
-    assert relay._handle.name == "encoder"
-    assert relay._request.model == "tiny"
-    relay = ingress._relay(request(f"{prefix}/rerank{slash}"), b'{"query": "a"}')
-    assert relay._handle.name == "encoder"
-    assert relay._request.model == "order"
-    relay = ingress._relay(request(f"{prefix}/chat/completions{slash}"), b'{"stream": true, "messages": []}')
-    assert relay._handle.name == "chat"
-    assert relay._replay is not None
-    assert b'"seed":' in relay._request.body
+    relay = ingress.relay_of(request(f"{prefix}/embeddings{slash}"), b'{"input": "a"}')
+    assert relay.handle.name == "encoder"
+    assert relay.request.model == "tiny"
+    relay = ingress.relay_of(request(f"{prefix}/rerank{slash}"), b'{"query": "a"}')
+    assert relay.handle.name == "encoder"
+    assert relay.request.model == "order"
+    relay = ingress.relay_of(request(f"{prefix}/chat/completions{slash}"), b'{"stream": true, "messages": []}')
+    assert relay.handle.name == "chat"
+    assert relay.replay is not None
+    assert b'"seed":' in relay.request.body
 
 
 def test_a_body_is_read_off_the_event_loop(ingress, monkeypatch):
@@ -64,7 +64,7 @@ def test_a_body_is_read_off_the_event_loop(ingress, monkeypatch):
         threads.append(threading.get_ident())
         raise ApiError(400, "seen")
 
-    monkeypatch.setattr(ingress, "_relay", relay)
+    monkeypatch.setattr(ingress, "relay_of", relay)
     assert asyncio.run(ingress(request("/v1/chat/completions"))).status_code == 400
     assert threads
     assert threads[0] != threading.get_ident()
@@ -73,4 +73,4 @@ def test_a_body_is_read_off_the_event_loop(ingress, monkeypatch):
 def test_a_wide_body_is_refused_before_it_is_parsed(ingress, monkeypatch):
     monkeypatch.setattr(module, "from_json", lambda *_, **__: pytest.fail("it is parsed"))
     with pytest.raises(ApiError, match="100000 arrays"):
-        ingress._relay(request("/v1/chat/completions"), b'{"messages":[' + b"[]," * 200_000 + b"[]]}")
+        ingress.relay_of(request("/v1/chat/completions"), b'{"messages":[' + b"[]," * 200_000 + b"[]]}")

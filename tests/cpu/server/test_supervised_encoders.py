@@ -18,6 +18,7 @@ from support.server.served import serving
 
 from staticllm.pipelines.embedding.pool.worker_instance import WorkerInstance
 from staticllm.server.models.served import model_spec
+from tests.support.inside import driver_of
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals end the processes here")
 
@@ -83,7 +84,7 @@ def test_supervised_embedders_outlive_their_workers(run_folder, tmp_path):
     with serving(two_embedders(tmp_path), runs_in="worker") as served:
         expected = embedded(served, "one", texts)
         assert len(embedded(served, "two", "a")) == 1
-        worker_ids = {name: served.pipeline(name)._driver.pool.devices[0].instance for name in ("one", "two")}
+        worker_ids = {name: driver_of(served.pipeline(name)).pool.devices[0].instance for name in ("one", "two")}
         other = worker_ids["two"].pid
 
         def keep_asking():

@@ -161,7 +161,7 @@ def test_a_child_that_answers_ends_with_its_parents_pipe_while_it_works(tmp_path
     asked = Message(Kind.MODEL, body={"mark": str(mark), "is_long": False})
     assert child.ask(asked, 60).body == {"is_long": False}
     mark.unlink()
-    write_message(child._process.stdin, Message(Kind.MODEL, body={"mark": str(mark), "is_long": True}))
+    write_message(child.process.stdin, Message(Kind.MODEL, body={"mark": str(mark), "is_long": True}))
     assert child.wait_until(mark.exists, 60)
-    child._process.stdin.close()
-    assert child._process.wait(60) == 0
+    child.process.stdin.close()
+    assert child.process.wait(60) == 0

@@ -22,6 +22,9 @@ from staticllm.pipelines.engine.device_use import Demand, Rows, demand_of, rows_
 from staticllm.pipelines.scheduling.device_share import MIN_SHARE
 from staticllm.pipelines.scheduling.request_table import Limits
 
+NOBODY = 9
+"""An owner that has asked for nothing."""
+
 
 class Clock:
     """A clock that a test sets."""
@@ -42,16 +45,24 @@ class World:
 
     def ask(self, owner, seconds, **more):
         ask = DeviceRequest(owner, seconds, **more)
-        thread = threading.Thread(target=self.scheduler.acquire, args=(ask,))
+        thread = threading.Thread(target=self.scheduler.acquire, args=(ask,), daemon=True)
         thread.start()
         self.asks.append((ask, thread))
         while not self._has(ask):
             assert thread.is_alive() or self._has(ask)
+        self.look()  # it follows the first look at this ask
         return ask
 
+    def ask_after(self, pause, owner, seconds, **more):
+        self.clock.now += pause
+        return self.ask(owner, seconds, **more)
+
     def _has(self, ask):
-        with self.scheduler._lock:  # an ask that comes is granted, or not, while it is held
-            return ask in self.scheduler._waiting or ask in self.scheduler._running
+        return ask in self.scheduler.waiting or ask in self.scheduler.running
+
+    def look(self):
+        """Let the scheduler look at all that wait, as it does after a while."""
+        self.scheduler.set_due(NOBODY, None)
 
     def give(self, ask, seconds=None, due=None):
         self.clock.now += ask.seconds if seconds is None else seconds
@@ -59,12 +70,12 @@ class World:
 
     @property
     def running(self):
-        return list(self.scheduler._running)
+        return list(self.scheduler.running)
 
     def end(self):
         for _ in range(1000):
             self.clock.now += 1
-            self.scheduler.set_due(9, None)
+            self.look()
             if not self.running:
                 break
             self.give(self.running[0], 0.0)
@@ -77,9 +88,8 @@ class World:
 def world():
     world = World()
     yield world
-    world.scheduler._due.clear()
-    world.clock.now += 1
-    world.scheduler.set_due(0, None)
+    for owner in list(world.scheduler.due):
+        world.scheduler.set_due(owner, None)
     world.end()
 
 
@@ -126,7 +136,7 @@ def test_calls_of_one_model_run_together_in_its_streams(world):
     assert len(world.running) == 2 or world.running == [asks[1]]
     while world.running:
         world.give(world.running[0])
-    assert other not in world.scheduler._waiting
+    assert other not in world.scheduler.waiting
 
 
 def test_a_call_that_would_delay_a_token_waits_until_its_share_is_due(world):
@@ -147,14 +157,14 @@ def test_a_call_that_would_delay_a_token_waits_until_its_share_is_due(world):
         engine = world.ask(-1, 0.02)
     wanted = 0.2 * (1 - MIN_SHARE) / MIN_SHARE
     assert steps[-1] == pytest.approx(wanted, abs=0.1)
-    assert short not in world.scheduler._waiting  # it fits between two tokens
+    assert short not in world.scheduler.waiting  # it fits between two tokens
     engine_next = world.ask(-1, 0.02)
     world.give(call)
     again = world.ask(1, 0.2)
     for ask in list(world.running):
         world.give(ask, due=world.clock.now + 0.1 if ask.owner == -1 else None)
-    assert again in world.scheduler._waiting  # the next one waits its share again
-    assert engine_next not in world.scheduler._waiting or engine_next in world.running
+    assert again in world.scheduler.waiting  # the next one waits its share again
+    assert engine_next not in world.scheduler.waiting or engine_next in world.running
 
 
 def test_an_engine_without_running_requests_delays_nobody(world):
@@ -180,13 +190,13 @@ def test_an_engine_says_when_it_needs_the_device_again():
     posted = worker.posted
     with use.turn(worker, Limits(4, tpot_ms=50.0)):
         assert scheduler.is_busy
-        assert scheduler._due == {}
+        assert scheduler.due == {}
     assert posted == []  # nobody else had the device
-    assert scheduler._due[EngineId(1)].moment == pytest.approx(90.0 + 0.05 - use._step_seconds)
-    assert scheduler._due[EngineId(1)].priority == 3
+    assert scheduler.due[EngineId(1)].moment == pytest.approx(90.0 + 0.05 - use.step_seconds)
+    assert scheduler.due[EngineId(1)].priority == 3
     with use.turn(Worker(), Limits(4)):
         pass
-    assert scheduler._due == {}
+    assert scheduler.due == {}
     held = DeviceRequest(1, 0.1)
     scheduler.acquire(held)
     thread = threading.Thread(target=_use, args=(use, worker))
@@ -227,18 +237,17 @@ def test_a_higher_priority_does_not_wait_for_the_tokens_of_lower_ones_and_a_lowe
 def test_an_engine_goes_first_by_the_client_who_used_least_and_each_pays_for_its_rows(world):
     heavy = world.ask(1, 1.0)
     world.give(heavy, 9.0)
-    world.scheduler._used[2] = 0.0
     held = world.ask(3, 1.0)
     mine, engine = world.ask(1, 1.0), world.ask(-5, 1.0, payers=(1, 2))
     world.give(held, 0.0)
     assert world.running == [engine]  # for client 2
     world.clock.now += 4.0
     world.scheduler.release(engine, 4.0, None, [Share(1, "decode", 1.0, 1), Share(2, "prefill", 3.0, 3)])
-    assert (world.scheduler._used[1], world.scheduler._used[2]) == (10.0, 3.0)
-    assert world.scheduler._used.get(-5, 0.0) == 0.0  # it has paid nothing itself
+    assert (world.scheduler.used(1), world.scheduler.used(2)) == (10.0, 3.0)
+    assert world.scheduler.used(-5) == 0.0  # it has paid nothing itself
     assert world.running == []  # client 2 has still used less, and may come back
     world.clock.now += 0.003
-    world.scheduler.set_due(9, None)
+    world.look()
     assert world.running == [mine]
 
 
@@ -254,7 +263,7 @@ def test_plain_calls_of_one_client_and_sequences_of_another_use_the_same_time(wo
         asks[client] = world.ask(1, 0.3) if client == 1 else world.ask(-5, 0.02, payers=(2,))
         if not world.running:  # whoever was waited for has come back, but has used more
             world.clock.now += 0.003
-            world.scheduler.set_due(9, None)
+            world.look()
     assert used[1] == pytest.approx(used[2], rel=0.15)
 
 
@@ -356,28 +365,28 @@ class Worker:
     )
 )
 def test_an_idle_device_is_granted_at_once_as_after_the_longer_look(uses):
-    clock = Clock()
-    short, long = DeviceScheduler(clock), DeviceScheduler(clock)
+    short, long = World(), World()
     for owner, seconds, priority, pause in uses:
-        clock.now += pause
-        one, other = DeviceRequest(owner, seconds, priority), DeviceRequest(owner, seconds, priority)
-        one.arrival = other.arrival = clock.now
-        long._used[owner] = max(long._used.get(owner, 0.0), long._floor)
-        long._waiting.append(other)
-        long._grant()
-        is_granted = short._is_idle_for(one)
-        assert is_granted is other.is_granted is one.is_granted
-        if not is_granted:  # the device is held for another
-            clock.now += 0.003
-            long._grant()
-            one.arrival = clock.now
-            assert short._is_idle_for(one)
-            assert other.is_granted
-        assert (short._used, short._floor, short._held) == (long._used, long._floor, long._held)
-        clock.now += seconds
-        short.release(one, seconds)
-        long.release(other, seconds)
-        assert (short._used, short._floor) == (long._used, long._floor)
+        one, other = (
+            each.ask_after(pause, owner, seconds, priority=priority, payers=payers)
+            for each, payers in ((short, ()), (long, (owner,)))  # a request with payers takes the longer look
+        )
+        assert one.is_granted is other.is_granted
+        for each in (short, long):
+            if not each.running:  # the device is held for another
+                each.clock.now += 0.003
+                each.look()
+        assert one.is_granted and other.is_granted
+        assert used_in(short) == used_in(long)
+        short.give(one)
+        long.give(other)
+        assert used_in(short) == used_in(long)
+    short.end()
+    long.end()
+
+
+def used_in(world):
+    return [world.scheduler.used(owner) for owner in (1, 2, 3)]
 
 
 def test_an_idle_device_that_a_token_needs_soon_takes_the_longer_look(world):

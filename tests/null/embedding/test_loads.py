@@ -48,9 +48,9 @@ def test_a_prediction_is_what_adding_gives_and_never_falls(lengths, kind):
 def test_packed_rows_hold_every_text_once_and_never_too_many(lengths):
     costs = ShapeCosts(MINILM)
     load = filled(costs, lengths)
-    rows = {row_len: len(free) for row_len, free in load._free.items()}
-    assert all(0 <= free < row_len for row_len, frees in load._free.items() for free in frees)
-    used = sum(row_len * rows[row_len] - sum(load._free[row_len]) for row_len in rows)
+    rows = {row_len: len(free) for row_len, free in load.free.items()}
+    assert all(0 <= free < row_len for row_len, frees in load.free.items() for free in frees)
+    used = sum(row_len * rows[row_len] - sum(load.free[row_len]) for row_len in rows)
     assert used == sum(lengths)
     assert rows[128] <= 2 * sum(length for length in lengths if length <= 128) / 128 + 1, "best fit fills half at least"
 

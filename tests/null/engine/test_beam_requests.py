@@ -203,7 +203,7 @@ def test_an_exception_in_the_engine_ends_a_search(monkeypatch):
     for _ in range(4):
         engine.steps.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.core.calls, "_count_call", lambda *_: 1 // 0)
+        patch.setattr(engine.core.calls, "count_call", lambda *_: 1 // 0)
         engine.steps.step()
     _, ends = answers_of(request)
     assert all(end.error is not None for end in ends.values())

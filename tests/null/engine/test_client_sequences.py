@@ -39,7 +39,7 @@ class Branch:
 
     def __init__(self, sequence, tokens=()):
         self.sequence, self.tokens, self.new = sequence, list(tokens), []
-        self.sequence._vocab_size += 1  # POISON is outside the vocabulary
+        self.sequence.vocab_size += 1  # POISON is outside the vocabulary
         self.is_closed = False
 
     def done(self, result, wanted):
@@ -258,7 +258,7 @@ def test_an_evicted_sequence_is_copied_back_from_the_host_pool():
 def test_logits_that_are_not_finite_are_returned_and_spoil_nobody():
     fed = Fed()
     bad, good = ClientSequence(fed.engine), ClientSequence(fed.engine)
-    bad._vocab_size += 1
+    bad.vocab_size += 1
     spoilt, fine = fed.run((bad, [1, POISON, 2]), (good, [3, 4]))
     assert not spoilt.is_finite
     assert np.isnan(spoilt.logits).all()

@@ -49,7 +49,7 @@ def draft_model_for(engine, masks=None, is_right=lambda tokens: True, variants=F
 
 
 def num_slots(model):
-    return model._runner.cache.slots.num_used
+    return model.runner.cache.slots.num_used
 
 
 def modelled(prompt, num_new, **options):
@@ -119,7 +119,7 @@ def test_requests_share_the_calls_of_the_draft_model():
     requests = [modelled(range(20 * i, 20 * i + 9), 30) for i in range(4)]
     with patch.multiple(draft_planner, **ALWAYS):
         run_to_end(engine, requests)
-    calls = sum(program.num_runs for program in model._runner.programs.values())
+    calls = sum(program.num_runs for program in model.runner.programs.values())
     drafted = engine.core.profiler.stats().drafted_tokens
     assert calls < drafted * 0.75, "fewer calls than drafted tokens"
 
@@ -129,13 +129,13 @@ def test_rejected_tokens_are_cut_and_accepted_ones_not_computed_again():
     model = draft_model_for(engine, is_right=lambda tokens: len(tokens) % 4)
     request = modelled(range(12), 40)
     counted = []
-    commit = model._runner.cache.commit
+    commit = model.runner.cache.commit
 
     def counting(step, buffers, accepted=None):
         counted.extend(len(segment.tokens) for segment in step.segments)
         return commit(step, buffers, accepted)
 
-    model._runner.cache.commit = counting
+    model.runner.cache.commit = counting
     with patch.multiple(draft_planner, **ALWAYS):
         run_to_end(engine, [request])
     stats = engine.core.profiler.stats()
@@ -149,7 +149,7 @@ def test_a_draft_ends_where_the_model_is_unsure():
     for confidence, is_drafting in ((0.005, True), (0.01, False)):
         engine = fake_engine(make_policy("fcfs"), 1)
         draft_model_for(engine, is_right=lambda tokens: True)
-        runner = engine.core.device.draft_planner.model._runner
+        runner = engine.core.device.draft_planner.model.runner
         for program in runner.programs.values():
             program._next_token = None  # its logits are then 1 and -1
         request = modelled(range(12), 20, params={"confidence": confidence})
@@ -166,7 +166,7 @@ def test_a_failing_draft_model_ends_no_request():
     def fail(meanwhile=None):
         raise RuntimeError("the device is gone")
 
-    for program in model._runner.programs.values():
+    for program in model.runner.programs.values():
         program.run = fail
     requests = [modelled(range(9), 20), modelled(range(30, 40), 20)]
     with patch.multiple(draft_planner, **ALWAYS), warnings.catch_warnings(record=True) as caught:
@@ -174,7 +174,7 @@ def test_a_failing_draft_model_ends_no_request():
         run_to_end(engine, requests)
     assert [request.tokens for request in requests] == [fake_answer(range(9), 20), fake_answer(range(30, 40), 20)]
     assert [str(warning.message) for warning in caught] == ["the draft model is not used any more: the device is gone"]
-    assert model._num_failures == MAX_FAILURES
+    assert model.num_failures == MAX_FAILURES
 
 
 def test_a_draft_model_that_is_as_slow_as_the_model_is_hardly_asked():
@@ -184,7 +184,7 @@ def test_a_draft_model_that_is_as_slow_as_the_model_is_hardly_asked():
     model = draft_model_for(engine, variants=variants, seconds=9e-3)
     request = modelled(range(9), 400)
     run_to_end(engine, [request])
-    calls = sum(program.num_runs for program in model._runner.programs.values())
+    calls = sum(program.num_runs for program in model.runner.programs.values())
     spent = engine.core.profiler.stats().device_seconds + 9e-3 * calls
     assert (
         spent <= 1.1 * 400 * 9e-3

@@ -57,10 +57,10 @@ def check(planner, state, num_accepted, seconds=1.2 * STEP):
 
 
 def test_the_first_slow_run_at_a_size_rules_drafts_out_for_no_longer_than_others(planner, state):
-    planner._runner.costs.doubt(EIGHT)
+    planner.runner.costs.doubt(EIGHT)
     check(planner, state, 7, seconds=20 * STEP)
     assert drafted(planner, state)[1] >= 5
-    planner._runner.costs.set(EIGHT, 1.2 * STEP)
+    planner.runner.costs.set(EIGHT, 1.2 * STEP)
     check(planner, state, 7)
     assert planner.overheads.drafted <= 0.2 * STEP
 
@@ -96,7 +96,7 @@ def test_without_surplus_and_credit_nothing_is_drafted_until_enough_steps_have_p
 
 
 def test_a_likely_draft_needs_less_credit_than_an_unlikely_one(planner, state):
-    planner._runner.costs.set(EIGHT, 2 * STEP)
+    planner.runner.costs.set(EIGHT, 2 * STEP)
     planner.credit.steps = 0.3
     assert drafted(planner, state)[1] == 0, "six in ten are right: four tenths of a step may be lost"
     for _ in range(4):
@@ -108,7 +108,7 @@ def test_a_draft_that_promises_nothing_is_tried_rarely(planner, state):
     rates = state.drafts.rates_among(planner.rates)
     for _ in range(9):
         rates.observe(Draft(tuple(range(7)), "lookup 3"), 0)
-    planner._runner.costs.set(EIGHT, 1.6 * STEP)
+    planner.runner.costs.set(EIGHT, 1.6 * STEP)
     planner.credit.num_plain = PROBE_AFTER
     planner.credit.steps = MAX_CREDIT
     assert drafted(planner, state)[1] == 0

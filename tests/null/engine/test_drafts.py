@@ -207,7 +207,7 @@ class _Failing:
 def test_a_sampler_that_fails_within_a_draft_ends_its_request_after_the_tokens_before(count, kind):
     engine = fake_engine(make_policy("fcfs"))
     request, other = drafting_request(range(5), 20, kind), drafting_request(range(40, 50), 20, "right")
-    request.state._sampler._processors = (_Failing(count),)
+    request.state.sampler.processors = (_Failing(count),)
     run_to_end(engine, [request, other])
     *tokens, end = outputs_of(request)
     assert [token.id for token in tokens] == fake_answer(range(5), count)[5:]

@@ -201,7 +201,7 @@ def test_a_model_that_cannot_show_its_rotations_fails_only_requests_that_need_th
         raise RuntimeError("the device is on holiday")
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(engine.runner), "_rows_at", fail)
+        patch.setattr(type(engine.runner), "rows_at", fail)
         run_to_end(engine, [innocent, guilty])
     assert "holiday" in str(outputs_of(guilty)[-1].error)
     assert innocent.tokens == fake_answer([1, 2, 3], 12)
@@ -215,7 +215,7 @@ def test_rotations_are_found_in_a_turn_of_the_device_and_without_the_lock_of_sub
     turns = Turns()
     engine.steps.device_use = turns
     seen = []
-    rows_at = type(engine.runner)._rows_at
+    rows_at = type(engine.runner).rows_at
 
     def is_free():
         with engine.step_host.wake:
@@ -226,6 +226,6 @@ def test_rotations_are_found_in_a_turn_of_the_device_and_without_the_lock_of_sub
             seen.append((turns.is_used, other.submit(is_free).result(5)))
         return rows_at(runner, token, position)
 
-    monkeypatch.setattr(type(engine.runner), "_rows_at", look)
+    monkeypatch.setattr(type(engine.runner), "rows_at", look)
     run_to_end(engine, [fake_request([4, 5], 12, overflow="context_shift")])
     assert set(seen) == {(True, True)}

@@ -123,7 +123,7 @@ def test_masks_are_made_while_the_device_runs():
 def test_a_failing_matcher_ends_only_its_own_request():
     engine = new_engine()
     broken, whole, free = request_of(PATTERNS[0]), request_of(PATTERNS[1]), fake_request(range(300, 310), 12)
-    matcher = broken.state._sampler._processors[-1]._matcher
+    matcher = broken.state.sampler.processors[-1].matcher
     calls = []
 
     def allowed():
@@ -179,7 +179,7 @@ def test_forced_tokens_are_checked_together_and_change_nothing(policy, count):
     for drafts in (True, False):
         engine, request = new_engine(policy), request_of(pattern, seed=3, count=count)
         if not drafts:
-            request._new_sequence = partial(without_drafts_of, request._new_sequence)
+            request.new_sequence = partial(without_drafts_of, request.new_sequence)
             request.state.drafts = None
         run_to_end(engine, [request])
         results.append((answers_of(request)[0], engine.core.profiler.stats()))

@@ -318,7 +318,7 @@ def test_an_interrupt_between_two_blocks_ends_all_requests_and_leaks_nothing(mon
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(calls, "_run_inserted", interrupt)
+    monkeypatch.setattr(calls, "run_inserted", interrupt)
     beside.policy.is_on = True
     beside.engine.steps.add([beside.late])
     beside.engine.steps.step()
@@ -338,7 +338,7 @@ def test_an_error_between_two_blocks_ends_all_requests_and_keeps_its_cause(monke
     def fail(batch):
         raise ValueError("a bug") from OSError("its cause")
 
-    monkeypatch.setattr(beside.engine.core.calls, "_run_inserted", fail)
+    monkeypatch.setattr(beside.engine.core.calls, "run_inserted", fail)
     beside.policy.is_on = True
     beside.engine.steps.add([beside.late])
     beside.engine.steps.step()

@@ -30,7 +30,7 @@ def random_grammar(seed):
 
 
 def sizes_of(compiler):
-    return len(compiler._kept), len(compiler._endings), len(compiler._fewest)
+    return len(compiler.kept), len(compiler.endings), len(compiler.fewest)
 
 
 def test_each_request_with_another_grammar_leaves_no_more_than_the_last():
@@ -39,10 +39,10 @@ def test_each_request_with_another_grammar_leaves_no_more_than_the_last():
         for vocab_size in (SIZE, SIZE + 8)[: 1 + seed % 2]:
             compiler.matcher(random_grammar(seed), vocab_size, 60, finishes=bool(seed % 3))
         assert max(sizes_of(compiler)) <= MAX_KEPT
-    known = {grammar for grammar, _ in compiler._kept}
-    assert len(compiler._kept) == MAX_KEPT
-    assert set(compiler._endings) <= set(compiler._kept)
-    assert set(compiler._fewest) <= known
+    known = {grammar for grammar, _ in compiler.kept}
+    assert len(compiler.kept) == MAX_KEPT
+    assert set(compiler.endings) <= set(compiler.kept)
+    assert set(compiler.fewest) <= known
 
 
 def test_grammars_that_are_refused_leave_nothing():
@@ -65,9 +65,9 @@ def test_long_grammars_are_fewer():
     for seed in range(24):
         schema = {"type": "string", "enum": [f"a{seed}"], "description": "b" * length}
         compiler.matcher(Grammar("json_schema", json.dumps(schema)), SIZE, 60, finishes=True)
-        num_chars = sum(len(grammar.text) for grammar, _ in compiler._kept)
+        num_chars = sum(len(grammar.text) for grammar, _ in compiler.kept)
         assert num_chars <= MAX_KEPT_CHARS
-    assert len(compiler._kept) == 7
+    assert len(compiler.kept) == 7
     assert max(sizes_of(compiler)[1:]) <= 7
 
 
@@ -76,9 +76,9 @@ def test_a_grammar_that_is_used_is_kept():
     used = random_grammar(-1)
     for seed in range(3 * MAX_KEPT):
         compiler.matcher(used, SIZE, 60)
-        found = compiler._kept[used.proper, SIZE]
+        found = compiler.kept[used.proper, SIZE]
         compiler.matcher(random_grammar(seed), SIZE, 60)
-        assert compiler._kept[used.proper, SIZE] is found
+        assert compiler.kept[used.proper, SIZE] is found
 
 
 def test_ids_are_kept_of_short_texts(monkeypatch):
@@ -88,5 +88,5 @@ def test_ids_are_kept_of_short_texts(monkeypatch):
     for seed in range(100):
         for text in (f"a{seed}", "b" * (vocabularies.MAX_KEPT_CHARS + seed + 1)):
             assert len(encoder(text)) == len(text)
-        assert len(encoder._kept) <= 16
-    assert max(map(len, encoder._kept)) < 10
+        assert len(encoder.kept) <= 16
+    assert max(map(len, encoder.kept)) < 10

@@ -114,8 +114,8 @@ def test_a_request_is_forgotten_after_its_last_call_which_is_recorded_after_its_
         if number % 1000 == 0:
             watched.entries(10**9)
     assert watched.entries()[-1]["gap_ms"] == pytest.approx(100)
-    assert len(watched.watch._last_tokens) <= 1
-    assert len(watched.watch._decoding) <= 1
+    assert len(watched.watch.last_tokens) <= 1
+    assert len(watched.watch.decoding) <= 1
 
 
 def test_what_nobody_reads_is_dropped_and_counted():

@@ -146,8 +146,8 @@ def test_a_prompt_that_took_longer_than_a_larger_one_is_measured_again(factor):
 
 def measured_times(probe, monkeypatch):
     """Return a list that gets each variant whose time is taken."""
-    times, timed = [], probe._timed
-    monkeypatch.setattr(probe, "_timed", lambda variant, is_needed: times.append(variant) or timed(variant, is_needed))
+    times, timed = [], probe.timed
+    monkeypatch.setattr(probe, "timed", lambda variant, is_needed: times.append(variant) or timed(variant, is_needed))
     return times
 
 
@@ -191,8 +191,8 @@ def test_a_slower_second_time_is_not_believed(monkeypatch):
 
 def test_whoever_asks_sees_what_is_left_until_the_second_time_is_over(monkeypatch):
     _, _, probe = probe_of({SMALL: 0.05, LARGE: 0.03})
-    compare, left = probe._slower_than_larger, []
-    monkeypatch.setattr(probe, "_slower_than_larger", lambda: left.append(probe.num_left) or compare())
+    compare, left = probe.slower_than_larger, []
+    monkeypatch.setattr(probe, "slower_than_larger", lambda: left.append(probe.num_left) or compare())
     measured_all(probe)
     assert left == [1], "as another thread sees it meanwhile"
 

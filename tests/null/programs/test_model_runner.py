@@ -48,14 +48,14 @@ def test_a_new_conversation_moves_no_slots(monkeypatch):
     generate_plain = [int(runner.prefill(sequence, list(range(20))).argmax())]
     runner.decode(sequence, generate_plain[0])
     runner.cache.close(sequence)
-    monkeypatch.setattr("staticllm.kvcache.arena._restride", lambda *_: pytest.fail("rows were moved"))
+    monkeypatch.setattr("staticllm.kvcache.arena.restride", lambda *_: pytest.fail("rows were moved"))
     sequence = runner.cache.open()
     logits = runner.prefill(sequence, [3, 4, 5])
     runner.decode(sequence, int(logits.argmax()))
 
 
 def test_no_slot_is_copied_between_prefill_and_decode(monkeypatch):
-    monkeypatch.setattr("staticllm.kvcache.arena._restride", lambda *_: pytest.fail("rows were moved"))
+    monkeypatch.setattr("staticllm.kvcache.arena.restride", lambda *_: pytest.fail("rows were moved"))
     for length in (1, 3, 15):  # one chunk, with room for the next token in the same KV length
         runner = fake_runner(VARIANTS)
         sequence = runner.cache.open()

@@ -61,7 +61,7 @@ class ChangesTheView:
         for request in view.requests:
             object.__setattr__(request, "num_computed", 1000)
         view.device.index.sizes = ()
-        view.device.index._buckets.clear()
+        view.device.index.buckets.clear()
         return Plan()
 
 

@@ -283,7 +283,7 @@ def test_no_running_request_waits_longer_for_a_token_than_the_target(tpot_ms, wa
     device = Device(VariantIndex(v for v in FAKE_VARIANTS if v.rows <= 8), slow_prompts, 64)
     running = tuple(replace(request, last_token_time=100.0 - waited) for request in a_view().running)
     policy = make_policy("dynamic")
-    policy._prefill_end, policy._prefill_seconds = 100.0 - waited - 1e-6, 1.0  # prompts have just had their share
+    policy.prefill_end, policy.prefill_seconds = 100.0 - waited - 1e-6, 1.0  # prompts have just had their share
     gap = {} if tpot_ms is None else {"tpot_ms": tpot_ms}
     if tpot_ms is None:
         device = replace(device, seconds=lambda variant: 0.01 if variant.rows <= 2 else 0.02)

@@ -62,7 +62,7 @@ def test_prompts_jobs_and_other_programs_keep_the_same_bound(bound, tpot_ms, ste
 
     def prompt_runs(seconds):
         policy = make_policy("dynamic")
-        policy._prefill_end, policy._prefill_seconds = LAST_TOKEN - 1e-6, 10.0  # prompts have just had their share
+        policy.prefill_end, policy.prefill_seconds = LAST_TOKEN - 1e-6, 10.0  # prompts have just had their share
         return bool(policy.plan(view_of(limits, step, seconds)).prefill)
 
     def job_runs(seconds):
@@ -72,8 +72,8 @@ def test_prompts_jobs_and_other_programs_keep_the_same_bound(bound, tpot_ms, ste
     def engine_needs_the_device():
         scheduler = DeviceScheduler()
         use = DeviceUse(scheduler, EngineId(1))
-        use._step_seconds = step
-        return use._due([LAST_TOKEN + 1, LAST_TOKEN], limits) - LAST_TOKEN
+        use.step_seconds = step
+        return use.due([LAST_TOKEN + 1, LAST_TOKEN], limits) - LAST_TOKEN
 
     assert longest(job_runs) == pytest.approx(BOUND_USED * ms - step * 1e3)
     assert engine_needs_the_device() * 1e3 == pytest.approx(ms - step * 1e3)

@@ -201,8 +201,8 @@ def test_calls_of_the_same_shapes_use_a_frame_again_with_their_own_values(channe
     for found, array, size in kept:
         if size < 1000:  # a message's own memory does not change with the next one
             np.testing.assert_array_equal(found, array)
-    assert len(theirs._frames) == 4
-    assert len(ours._bodies) == 4
+    assert len(theirs.frames) == 4
+    assert len(ours.bodies) == 4
 
 
 def test_a_type_a_name_or_a_hint_makes_another_frame(channels):
@@ -246,7 +246,7 @@ def test_a_description_in_shared_memory_that_came_before_needs_the_block_of_now(
             ours._replace(None)
         theirs.send(Message(Kind.DONE, body=body))
         message = ours.receive()
-        assert len(ours._bodies) == 1
+        assert len(ours.bodies) == 1
         if wanted == 1 << 17:
             assert ours.tensors_of(message)[0][1].nbytes == 100_000
         else:
@@ -259,13 +259,13 @@ def test_few_frames_and_bodies_are_kept_and_no_long_ones(channels):
     for size in range(1, 3 * MAX_FRAMES):
         theirs.send_tensors(Message(Kind.INFER), [np.zeros(size, np.uint8)], [0])
         ours.receive()
-    assert len(theirs._frames) <= MAX_FRAMES
-    assert 0 < len(ours._bodies) <= MAX_BODIES
-    known = len(ours._bodies)
+    assert len(theirs.frames) <= MAX_FRAMES
+    assert 0 < len(ours.bodies) <= MAX_BODIES
+    known = len(ours.bodies)
     theirs.send(Message(Kind.INFER, body={"x": "y" * MAX_TEXT}))
     theirs.send(Message(Kind.PING, body={"x": 1}))
     ours.receive(), ours.receive()
-    assert len(ours._bodies) == known
+    assert len(ours.bodies) == known
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows' pipes keep messages apart themselves")

@@ -55,7 +55,7 @@ class Alone:
     def __init__(self, model):
         self.model, self.programs = model, {}
 
-    def _program(self, length):
+    def program_of(self, length):
         if length not in self.programs:
             model = self.model.clone()
             if length != HEADS:
@@ -64,7 +64,7 @@ class Alone:
         return self.programs[length]
 
     def __call__(self, ids, pooling, types=None):
-        program = self._program(len(ids))
+        program = self.program_of(len(ids))
         ids = np.asarray(ids)[None]
         feeds = {
             "input_ids": ids,

@@ -21,7 +21,7 @@ ADAPTERS = ((), (1.0, 0.0), (0.5, 0.0), (0.25, 1.0))
 
 def change(view):
     object.__setattr__(view, "free_slots", 1 << 20)
-    view.device.index._buckets.clear()
+    view.device.index.buckets.clear()
     return Plan(prefill=tuple((request.id, request.num_left) for request in view.requests))
 
 
