@@ -24,6 +24,7 @@ from .rewrites.join_weights import join_weights
 from .rewrites.mend_broadcasts import mend_broadcasts
 from .rewrites.merge_joined import merge_joined
 from .rewrites.merge_projections import merge_projections
+from .rewrites.narrow_attention import narrow_attention
 from .rewrites.sign_sine import sign_sine
 from .rewrites.write_by_select import write_by_select
 from .shapes.cut_head import cut_head
@@ -60,6 +61,7 @@ DECODER_PAGED: PassPipeline[PagedGraph, LoweringOptions] = PassPipeline(
         Pass("page_attention", lambda graph, options: page_attention(graph, options.kv_type)),
         Pass("prove_rows", lambda graph, options: prove_rows(graph, options.max_len)),
         Pass("prove_pages", lambda graph, options: prove_pages(graph)),
+        Pass("narrow_attention", lambda graph, options: narrow_attention(graph, options.narrows_attention)),
         Pass("select_logits", lambda graph, options: select_logits(graph)),
         Pass("merge_projections", lambda graph, options: merge_projections(graph)),
     )

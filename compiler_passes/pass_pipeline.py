@@ -29,6 +29,8 @@ class LoweringOptions:
     """The most tokens of a sequence."""
     kv_type: KVType = "f32"
     """The element type of the KV slots."""
+    narrows_attention: bool = False
+    """Whether attention over pages computes in bf16, where the rest computes in f32."""
     is_normalised: bool = True
     """Whether embeddings have length 1, if the model's head is cut."""
     adapters: tuple[AdapterLayout, ...] = ()

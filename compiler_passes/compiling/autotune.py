@@ -40,6 +40,8 @@ PACKED_ROWS, SHORT_ROWS = 8, 16
 """Probed rows of a packed step and of a short prompt; a prompt of twice as many is probed as well."""
 MANY_ROWS, LEAST_RUNS, SECONDS = 128, 3, 0.03
 """Probed rows of a long prompt; minimum runs and minimum seconds per candidate."""
+TURN = (512, 64)
+"""Tokens of a prompt and of an answer, for which one program is chosen."""
 LEAST_WEIGHTS = 1_000_000
 """Weights in the probed matrices below which nothing is timed and activations are not quantized: gains would be noise, so the
 setting, and with it the tokens, could change between starts, and the divergence is four times as large."""
@@ -128,6 +130,43 @@ def calibrated(
     few = _for_few_rows(probe, found["generate"], phases)
     found["few_rows"] = few.properties
     return Calibration(found, few.num_rows, few.speedup)
+
+
+def for_all_rows(
+    core: ov.Core,
+    device: str,
+    model: ov.Model,
+    phases: Mapping[Part, Properties],
+    kept: ProbeTimes | None = None,
+    may_be_f32: bool = True,
+) -> dict[Part, Properties]:
+    """Return the properties of one program for all calls of ``model``: as ``calibrated``, or in f32 if that is faster.
+
+    Where a processor computes in bf16 by default, 8-bit products in f32 may be faster for few rows, and slower for many. The
+    probed matrices run as in a turn of ``TURN`` tokens.
+
+    Args:
+        phases: The user's properties of each phase.
+        kept: Times that need not be measured again.
+        may_be_f32: Whether f32 may be chosen.
+    """
+    found = calibrated(core, device, model, phases, "paged", kept).properties
+    own = phases["generate"]
+    matrices = repeated_matrices(model)
+    is_open = may_be_f32 and phases["prefill"] == own and not {GROUP_SIZE, PRECISION} & own.keys()
+    if not is_open or _num_weights(matrices) < LEAST_WEIGHTS:
+        return found
+    probe = Probe(core, device, matrices, kept)
+    if probe.is_f32 or not probe.takes_large_groups:
+        return found
+    candidates = [found["generate"], {**own, GROUP_SIZE: LARGE_GROUP, PRECISION: "f32"}]
+    usual, exact = (
+        prompt * TURN[0] / MANY_ROWS + token * TURN[1]
+        for prompt, token in zip(
+            probe.seconds(MANY_ROWS, candidates), probe.seconds(1, candidates, is_cold=True), strict=True
+        )
+    )
+    return dict.fromkeys(phases, candidates[1]) if exact * NOT_SLOWER < usual else found
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,8 @@ def page_attention(graph: PagedGraph, kv_type: KVType) -> None:
     Raises:
         UnsupportedModelError: a part of the model is not taken: recurrent states, say.
     """
-    if kv_type == "u8":
-        raise UnsupportedModelError(
-            STAGE, "keys of 8 bits share scales within a page, so that no part of one can be copied"
-        )
+    if kv_type not in ("f32", "bf16"):
+        raise UnsupportedModelError(STAGE, f"the plugin has no pages of {kv_type} of which parts can be copied")
     offline.paged_attention_transformation(graph.model)
     attentions = paged_attentions(graph.model)
     left = sorted({node.get_type_name() for node in graph.model.get_ops()} & _LEFT)

@@ -18,13 +18,20 @@ from numpy.typing import NDArray
 from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.config import StaticLLMConfig
 from staticllm.core import AdapterLayout, KVType, ModelShape, OnProgress, Part, ProgramLayout, Variant, mode_of
-from staticllm.devices import check_device, default_kv_type, get_core, kind, npu_platform
+from staticllm.devices import check_device, default_kv_type, get_core, kind, npu_platform, type_name
 from staticllm.errors import UnsupportedModelError
 from staticllm.model_dir import check_model_files, path_of, weights_size
 
 from ...compiler_passes.artifacts.blob_set import json_properties
 from ...compiler_passes.artifacts.manifest import Manifest
-from ...compiler_passes.compiling.autotune import ProbedProgram, ProbeTimes, calibrated, layers_speedup
+from ...compiler_passes.compiling.autotune import (
+    PRECISION,
+    ProbedProgram,
+    ProbeTimes,
+    calibrated,
+    for_all_rows,
+    layers_speedup,
+)
 from ...compiler_passes.compiling.compile import CompiledPrograms, CompileOptions, CompilePlan, StartWith
 from ...compiler_passes.compiling.device_memory import device_allocator
 from ...compiler_passes.compiling.dry_run import random_feeds
@@ -110,8 +117,8 @@ class DecoderKind(ProgramKind[Variant, ModelShape, ModelRunner]):
         )
         platform = npu_platform(core, device) if job.target is None else job.target.platform.number
         layout = program_layout(device, job.directory, config, kv_type)
-        if may_be_paged(job) and (paged := _paged(opened.model, lowering, config)) is not None:
-            return _paged_plan(job, opened, paged, kv_type)
+        if may_be_paged(job) and (plan := _paged_plan(job, opened, lowering)) is not None:
+            return plan
         passes = decoder_passes(device, platform)
         lowered = lower(opened.model, lowering, with_adapters(passes) if lowering.adapters else passes)
         variants = choose_variants(config, mode, lowered.shape, layout)
@@ -279,34 +286,61 @@ def may_be_paged(job: LoadJob[Any]) -> bool:
     return kind(job.device) == "CPU" and config.programs in ("auto", "paged") and not is_stored
 
 
-def _paged(model: ov.Model, options: LoweringOptions, config: StaticLLMConfig) -> LoweredModel | None:
-    """Lower a model to a program over pages; None if it cannot be, and the user has not asked for it.
+def _paged_plan(job: DecoderJob, opened: OpenedModel, options: LoweringOptions) -> DecoderPlan | None:
+    """Return the plan of one program over pages for all calls; None if there is none, and the user has asked for none.
 
     Raises:
-        UnsupportedModelError: it cannot be, with ``PROGRAMS=paged``.
+        UnsupportedModelError: there is none, with ``PROGRAMS=paged``.
         AdapterError: an adapter does not fit the model.
     """
+    config = job.config
     try:
         if config.cross_windows is not None:
             raise UnsupportedModelError("page_attention", "cross-attention has no pages")
-        return lower_paged(model, options)
+        found = _paged_properties(job, opened.model)
+        if found is None:
+            raise UnsupportedModelError("page_attention", "slots in pages have the type in which attention computes")
+        options = replace(options, kv_type=found.kv_type, narrows_attention=found.narrows_attention)
+        lowered = lower_paged(opened.model, options)
     except UnsupportedModelError as error:
         if config.programs == "paged":
             raise
         logger.info("not in pages: %s", error)
         return None
+    variants = choose_variants(config, "shared", lowered.shape, "paged")
+    compiled = CompileOptions(job.device, "paged", found.kv_type, found.properties)
+    return DecoderPlan(lowered, compiled, variants, opened.weights)
 
 
-def _paged_plan(job: DecoderJob, opened: OpenedModel, lowered: LoweredModel, kv_type: KVType) -> DecoderPlan:
-    """Return the plan of one program for all calls, which works on pages."""
-    properties: dict[Part, Mapping[str, Any]] = {
-        part: {**values, "KV_CACHE_PRECISION": kv_type}
-        for part, values in phase_properties(job.device, job.config).items()
-    }
-    variants = choose_variants(job.config, "shared", lowered.shape, "paged")
-    found = calibrated(get_core(), job.device, lowered.graph.model, properties, "paged", probes_of(job))
-    options = CompileOptions(job.device, "paged", kv_type, found.properties)
-    return DecoderPlan(lowered, options, variants, opened.weights)
+def _paged_properties(job: DecoderJob, model: ov.Model) -> PagedProperties | None:
+    """Return how one program over pages is compiled. Its slots have the type in which attention computes.
+
+    Return None if the user has chosen another type for them.
+    """
+    core = get_core()
+    asked = job.config.kv_cache_precision
+    phases = phase_properties(job.device, job.config)
+    if asked == "f32":
+        phases = {part: {PRECISION: "f32", **values} for part, values in phases.items()}
+    usual = {type_name(values.get(PRECISION) or core.get_property(job.device, PRECISION)) for values in phases.values()}
+    found = for_all_rows(core, job.device, model, phases, probes_of(job), may_be_f32=usual == {"bf16"})
+    if usual not in ({"f32"}, {"bf16"}) or asked not in (None, *usual):
+        return None
+    kv_type: KVType = "f32" if usual == {"f32"} else "bf16"
+    properties = {part: {**values, "KV_CACHE_PRECISION": kv_type} for part, values in found.items()}
+    return PagedProperties(properties, kv_type, kv_type == "bf16" and found["generate"].get(PRECISION) == "f32")
+
+
+@dataclass(frozen=True)
+class PagedProperties:
+    """How a program over pages is compiled."""
+
+    properties: Mapping[Part, Mapping[str, Any]]
+    """OpenVINO's, of each part."""
+    kv_type: KVType
+    """The type of the slots, and that in which attention computes."""
+    narrows_attention: bool
+    """Whether the rest computes in f32, and attention in bf16."""
 
 
 def _speedup_of_few_rows(

@@ -26,6 +26,9 @@ from ..time_slices import TimeSlices, by_wait
 
 CROWDED_GAP = 2
 """Factor on the token bound while at least two prompts wait, and at least as many as requests decode."""
+COMPANY_GAP = 0.25
+"""Least token bound in seconds while several prompts wait: calls with more of their tokens cost less for each. Readers take as long
+for a word: 238 words a minute (Brysbaert 2019, doi:10.1016/j.jml.2019.104047)."""
 URGENT_GAP = 4
 """Factor on the token bound once the first prompt has waited for ``URGENT_TTFT_SHARE`` of the TTFT target."""
 URGENT_TTFT_SHARE = 0.5
@@ -281,6 +284,8 @@ class Dynamic:
             return gap - waited
         if len(backlog) >= max(2, decode.num_rows):
             gap *= CROWDED_GAP
+        if len(backlog) > 1:
+            gap = max(gap, COMPANY_GAP)
         if view.ttft_ms is not None and view.now - backlog[0].arrival > URGENT_TTFT_SHARE * view.ttft_ms / 1e3:
             gap *= URGENT_GAP
         return min(gap, self._slices.slice_seconds(view)) - waited
