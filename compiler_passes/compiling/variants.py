@@ -25,6 +25,8 @@ MIXED_SEQUENCES, MORE_SEQUENCES = (2, 4, 8, 12, 16), 4
 """Numbers of sequences of mixed calls, beside ``max_num_seqs`` + ``MORE_SEQUENCES``; unused logits cost time."""
 LARGEST_CHUNK = 1024
 SMALLEST_KV_LEN = 256
+PAGED_KV_LEN = 1024
+"""Least KV length of programs over pages. There, sizes only tell costs, which are learnt sooner for few of them."""
 ROW_STEP = 16
 """On an NPU, calls are cheap if their rows, and rows and KV slots together, are multiples of this."""
 FRESH_ROWS = (128, 512)
@@ -67,7 +69,7 @@ def choose_variants(
         return _of_one_kv_len(config, mode, shape.max_rows)
     if layout == "blocks" and not needs_real_rows:
         return block_variants(config, is_packable=shape is None or shape.is_packable)
-    kv_lens = _kv_lens(config, mode, total)
+    kv_lens = _powers(PAGED_KV_LEN, total) if layout == "paged" else _kv_lens(config, mode, total)
     sizes = [(1, 1), *((rows, rows) for rows in _packed_rows(num_seqs, mode))]
     packed_kv_lens = kv_lens if mode == "shared" else tuple(sorted({config.max_seq_len, total}))
     decoding = [

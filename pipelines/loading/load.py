@@ -91,12 +91,14 @@ def _from_set(job: Job[V, S, R], folder: Path) -> Loaded[V, S, R]:
 def _through_cache(job: Job[V, S, R], cache_dir: str) -> Loaded[V, S, R]:
     """Import the job's set from a cache, or compile and cache it. A cache that cannot be written is only read."""
     entry = CacheEntry.of(job, cache_dir)
+    if (loaded := _without_blobs(entry)) is not None:
+        return loaded
     try:
         lease = entry.lease()
     except CacheUnusableError as error:
         return _from_read_only_cache(entry, str(error)) or _compile(job)
     try:
-        loaded = _from_cache(entry) or _without_blobs(entry) or _compile_into(entry)
+        loaded = _from_cache(entry) or _compile_into(entry)
     except BaseException:
         lease.release()
         raise
@@ -164,7 +166,7 @@ def _compile_into(place: SetPlace[V, S, R]) -> Loaded[V, S, R]:
 
 
 def _without_blobs(entry: CacheEntry[V, S, R]) -> Loaded[V, S, R] | None:
-    """Compile a model whose programs cannot be imported; None if they can."""
+    """Compile a model whose programs cannot be imported, with the measurements in the cache; None if they can."""
     job = entry.job
     if not job.kind.may_have_no_blobs(job):
         return None
