@@ -216,15 +216,15 @@ class StaticLLMConfig:
     """
 
     max_prompt_len: int = _row(1024, partial(whole, least=1))
-    """The longest prompt (``MAX_PROMPT_LEN``)."""
+    """The longest prompt (``MAX_PROMPT_LEN``). On a CPU, if no length is given, the model's positions and the memory decide."""
     min_response_len: int = _row(128, partial(whole, least=1))
     """Tokens for which there is room after the longest prompt (``MIN_RESPONSE_LEN``)."""
     programs: Programs = _row("auto", partial(one_of, allowed=PROGRAMS))
     """``separate`` compiles one static program per variant, ``blocks`` the same as chains of blocks that share the weights,
     ``shared`` one program for all, ``phases`` one for decoding and one for the rest, ``few_rows`` one for calls of few rows and
-    one for the rest. ``auto`` depends on the device: blocks on an NPU; on CPU and GPU phases if the weights are under 256 MiB,
-    on a CPU few_rows if they are under 1 GiB and a probe finds that the second copy of them pays, else shared. On a CPU phases
-    have a third program for calls of few rows, if that pays (``PROGRAMS``)."""
+    one for the rest, ``paged`` one whose attention works on pages of slots. ``auto`` depends on the device: blocks on an NPU;
+    paged on a CPU; phases on a GPU if the weights are under 256 MiB, else shared. What cannot be in pages has phases on a CPU, too,
+    or few_rows, if the weights are under 1 GiB and a probe finds that the second copy of them pays (``PROGRAMS``)."""
     prefill_rows: tuple[int, ...] | None = _row(None, partial(_sizes, least=1))
     """Sizes of the prefill programs, None for the default buckets (``PREFILL_ROWS``)."""
     prefill_kv_lens: tuple[int, ...] | None = _row(None, partial(_sizes, least=0))

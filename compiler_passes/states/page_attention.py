@@ -40,13 +40,15 @@ def page_attention(graph: PagedGraph, kv_type: KVType) -> None:
     for layer, node in enumerate(attentions):
         for role in ("key", "value"):
             graph.kv_states.append(_pages(node, layer, role, kv_type))
+        width = node.input_value(0).get_partial_shape()[-1].get_length()
+        graph.query_heads.append(width // graph.kv_states[-2].head_dim)
     known = {INPUT_IDS, POSITION_IDS, *PAGE_TABLES, *(state.pages_name for state in graph.kv_states)}
     for port in graph.model.inputs:
         if not port.get_names() & known:
             raise UnsupportedModelError(STAGE, f"the transformation adds the input {port.get_any_name()!r}")
     windows = [window_of(node) for node in attentions]
     kinds = [MaskKind(window or None) for window in windows]
-    graph.masks = list(dict.fromkeys(kinds))
+    graph.masks = sorted(dict.fromkeys(kinds), key=lambda kind: kind.label)
     graph.layer_masks = [kind.label for kind in kinds]
     graph.page_size = PAGE_SIZE
     graph.model.validate_nodes_and_infer_types()

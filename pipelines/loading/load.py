@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,7 +171,12 @@ def _without_blobs(entry: CacheEntry[V, S, R]) -> Loaded[V, S, R] | None:
     if not job.kind.may_have_no_blobs(job):
         return None
     plan = job.kind.plan(job)
-    return _compile(job, entry.costs_place, plan) if plan.options.layout == "paged" else None
+    if plan.options.layout != "paged":
+        return None
+    folder = entry.cache.folder / f"costs-{entry.key}"
+    with suppress(OSError):  # a cache that cannot be written is only read
+        folder.mkdir(parents=True, exist_ok=True)
+    return _compile(job, replace(entry.costs_place, folder=folder), plan)
 
 
 def _compile(

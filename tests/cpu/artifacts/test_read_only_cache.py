@@ -16,7 +16,7 @@ from tests.support.inside import launched_of
 
 
 def a_pipeline(folder):
-    return StaticLLMPipeline(demo_model_path(), "CPU", CACHE_DIR=folder, **SHORT)
+    return StaticLLMPipeline(demo_model_path(), "CPU", CACHE_DIR=folder, PROGRAMS="shared", **SHORT)
 
 
 def files_of(folder):

@@ -46,6 +46,12 @@ def stack(size=1024, count=2, head=64, compressed=True):
     return ov.Model([ops.result(result)], [value])
 
 
+@pytest.fixture(autouse=True)
+def not_in_pages(monkeypatch):
+    """What these tests choose among is for models whose slots cannot lie in pages."""
+    monkeypatch.setattr(decoder_kind, "may_be_paged", lambda job: False)
+
+
 @pytest.fixture
 def timed(monkeypatch):
     """Set the seconds of each kind of candidate, and record how many rows and matrices were timed."""
@@ -277,7 +283,7 @@ def test_what_is_chosen_with_times_that_were_measured_without_amx(
 
 
 def test_tiny_models_have_no_third_program():
-    options = prepare(demo_model_path(), "CPU", StaticLLMConfig(programs="phases")).options
+    options = prepare(demo_model_path(), "CPU", StaticLLMConfig()).options
     assert options.layout == "phases"
     assert "few_rows" not in options.properties
 
