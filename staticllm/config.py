@@ -223,8 +223,8 @@ class StaticLLMConfig:
     """``separate`` compiles one static program per variant, ``blocks`` the same as chains of blocks that share the weights,
     ``shared`` one program for all, ``phases`` one for decoding and one for the rest, ``few_rows`` one for calls of few rows and
     one for the rest, ``paged`` one whose attention works on pages of slots. ``auto`` depends on the device: blocks on an NPU;
-    paged on a CPU; phases on a GPU if the weights are under 256 MiB, else shared. What cannot be in pages has phases on a CPU, too,
-    or few_rows, if the weights are under 1 GiB and a probe finds that the second copy of them pays (``PROGRAMS``)."""
+    paged on a CPU; phases on a GPU if the weights are under 256 MiB, else shared. What cannot be in pages has phases on a CPU,
+    too, or few_rows, if the weights are under 1 GiB and a probe finds that the second copy of them pays (``PROGRAMS``)."""
     prefill_rows: tuple[int, ...] | None = _row(None, partial(_sizes, least=1))
     """Sizes of the prefill programs, None for the default buckets (``PREFILL_ROWS``)."""
     prefill_kv_lens: tuple[int, ...] | None = _row(None, partial(_sizes, least=0))

@@ -12,7 +12,6 @@ from itertools import pairwise
 import numpy as np
 import openvino as ov
 from numpy.typing import NDArray
-from openvino import opset13 as ops
 
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
@@ -28,15 +27,17 @@ from staticllm.ports import (
     SUBSEQUENCE_BEGINS,
 )
 
-from ..graph.control_values import EXACT, random_ids
+from ..graph.control_values import EXACT, random_ids, run_with
 from ..graph.paged_graph import PAGE_SIZE, PagedGraph, paged_attentions, window_of
-from ..graph.step_graph import consumers, part_of, upstream
+from ..graph.step_graph import consumers, named_parameter, part_of, redirect, upstream
 
 STAGE = "prove_pages"
 LENGTHS = (70, 45)
 """Tokens of the two sequences, and more of the first one where a window is longer."""
 CUTS = ((0, 0), (40, 20), (67, 42), (68, 43), (70, 45))
 """The tokens of each that have run before and after each call; before the last two, as many as are left."""
+STATE = "before."
+"""Begins the names of inputs for states of the original."""
 FIRST_CALL = 33
 """Tokens of the first call of the original; what it keeps of them is read in the second."""
 BEHIND_WINDOW = 40
@@ -112,14 +113,22 @@ def _until(model: ov.Model, end: ov.Output) -> ov.Model:
 
 
 def _with_states(model: ov.Model, end: ov.Output) -> ov.Model:
-    """Return a copy of a graph up to ``end``, with the states that it needs."""
+    """Return a copy of a graph up to ``end``, with the states that it needs as inputs and further outputs, in their order.
+
+    A compiled model with states of its own leaves a thread in the process (OpenVINO 2026.4).
+    """
     copy, output = _copied(model, end)
-    needed = {node.get_instance_id() for node in upstream([output.get_node()])}
-    states = {node.get_variable_id() for node in upstream([output.get_node()]) if node.get_type_name() == "ReadValue"}
-    sinks = [sink for sink in copy.get_sinks() if sink.get_variable_id() in states]
-    needed |= {node.get_instance_id() for node in upstream(sinks)}
-    parameters = [node for node in copy.get_parameters() if node.get_instance_id() in needed]
-    return ov.Model([ops.result(output)], sinks, parameters)
+    inputs = list[ov.Node]()
+    outputs = list[ov.Output]()
+    assigned = {sink.get_variable_id(): sink.input_value(0) for sink in copy.get_sinks()}
+    for read in [node for node in upstream([output.get_node()]) if node.get_type_name() == "ReadValue"]:
+        before = named_parameter(f"{STATE}{len(inputs)}", read.get_output_partial_shape(0), read.get_element_type())
+        redirect(read.output(0), before.output(0))
+        inputs.append(before)
+        outputs.append(assigned[read.get_variable_id()])
+    needed = {node.get_instance_id() for node in upstream([output.get_node(), *(each.get_node() for each in outputs)])}
+    others = [node for node in copy.get_parameters() if node.get_instance_id() in needed]
+    return part_of([output, *outputs], [*others, *inputs])
 
 
 def _copied(model: ov.Model, end: ov.Output) -> tuple[ov.Model, ov.Output]:
@@ -130,12 +139,14 @@ def _copied(model: ov.Model, end: ov.Output) -> tuple[ov.Model, ov.Output]:
 
 def _alone(model: ov.Model, texts: Sequence[NDArray[np.int64]]) -> list[Values]:
     """Return what the original computes for each text, in two calls: ``[length, width]``."""
-    program = get_core().compile_model(model, "CPU", EXACT_KEYS)
-    request = program.create_infer_request()
-    names = {name for port in program.inputs for name in port.get_names()}
+    program = get_core().compile_model(model, "CPU", EXACT)
     found = []
     for ids in texts:
-        request.reset_state()
+        states = {
+            port.get_any_name(): np.zeros(_empty(port.get_partial_shape()), port.get_element_type().to_dtype())
+            for port in program.inputs
+            if port.get_any_name().startswith(STATE)
+        }
         parts = []
         for start, end in ((0, FIRST_CALL), (FIRST_CALL, len(ids))):
             feeds = {
@@ -143,11 +154,18 @@ def _alone(model: ov.Model, texts: Sequence[NDArray[np.int64]]) -> list[Values]:
                 ATTENTION_MASK: np.ones((1, end), np.int64),
                 POSITION_IDS: np.arange(start, end)[None],
                 BEAM_IDX: np.zeros(1, np.int32),
+                **states,
             }
-            (values,) = request.infer({name: value for name, value in feeds.items() if name in names}).values()
+            values, *new = run_with(program, feeds).values()
+            states = {name: value.copy() for name, value in zip(states, new, strict=True)}
             parts.append(np.array(values).reshape(end - start, -1))
         found.append(np.concatenate(parts))
     return found
+
+
+def _empty(shape: ov.PartialShape) -> list[int]:
+    """Return the sizes of a state of one sequence without tokens: its batch is 1, and no other size but the tokens' is open."""
+    return [dim.get_length() if dim.is_static else int(place == 0) for place, dim in enumerate(shape)]
 
 
 def _together(model: ov.Model, texts: Sequence[NDArray[np.int64]], cuts: Sequence[tuple[int, int]]) -> list[Values]:

@@ -29,6 +29,8 @@ def bound_shapes(graph: StepGraph, variants: Sequence[Variant]) -> ov.Model:
     Cross-attention sees the frames of one window or of several, so that those which are not in use cost nothing.
     """
     model = graph.model.clone()
+    if graph.page_size:  # a call has as many rows as tokens, whatever its variant
+        return model
     frames = (graph.cross_window_len, graph.cross_window_len * graph.num_cross_windows) if graph.cross_states else None
     sizes = replace(CallSizes.of(*variants), frames=frames)
     for parameter in model.get_parameters():

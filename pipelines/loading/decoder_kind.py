@@ -282,7 +282,7 @@ def _as_inputs(model: ov.Model, adapters: AdapterSet | None) -> tuple[AdapterLay
 def may_be_paged(job: LoadJob[Any]) -> bool:
     """Return whether the program of a decoder may work on pages: on a CPU, unless a blob is made of it."""
     config = job.config
-    is_stored = config.export_blob or config.blob_path is not None
+    is_stored = job.has_blobs or config.export_blob or config.blob_path is not None
     return kind(job.device) == "CPU" and config.programs in ("auto", "paged") and not is_stored
 
 

@@ -133,6 +133,7 @@ class ProgramKind(ABC, Generic[V, S, R]):
             StaticLLMError: as for ``lower``.
         """
         begin = time.perf_counter()
+        job = replace(job, has_blobs=job.has_blobs or for_blobs)
         config = job.config
         if config.memory_limit_mb is not None:
             return_large_blocks()
@@ -246,6 +247,8 @@ class LoadJob(Generic[K_co]):
     """An NPU that is elsewhere, for which the model is only compiled."""
     is_launched: bool = False
     """Whether its engine serves while deferred programs are loaded; else all programs of a blob set are imported at once."""
+    has_blobs: bool = False
+    """Whether its programs will be exported."""
 
     @property
     def weights(self) -> Path:

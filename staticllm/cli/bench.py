@@ -322,9 +322,13 @@ def _run(path: Path, properties: dict[str, Any], tests: list[Test], options: dic
 
 def programs_of(programs: BoundPrograms) -> str:
     """Return the value of ``--programs`` that describes which variants of the compiled programs share one."""
+    from staticllm.pipelines.programs.bind import PagedProgram
+
     owners = {variant: id(programs.compiled(variant)) for variant in programs}
     by_phase = {phase: {owner for v, owner in owners.items() if v.phase == phase} for phase in ("prefill", "generate")}
     num_programs = len(set(owners.values()))
+    if any(isinstance(program, PagedProgram) for program in programs.bound):
+        return "paged"
     if num_programs == 1:
         return "shared"
     if num_programs == len(owners) > MOST_SHARED:
