@@ -109,7 +109,7 @@ def measure_divergence(
     if text is not None:
         config = replace(config, max_prompt_len=PASSAGE_LEN, min_response_len=PASSAGE_LEN, max_num_seqs=1)
     directory = check_model_dir(models_path)
-    plan = prepare(directory, device, config)
+    plan = prepare(directory, device, replace(config, programs="shared"))  # slots in pages have one type
     texts = reference_texts(directory)[0] if text is None else passages(directory, text)
     exact = StatefulReference(directory)
     rows = 1 if text is None or plan.lowered.shape.needs_real_rows else PASSAGE_ROWS

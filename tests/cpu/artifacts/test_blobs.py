@@ -254,26 +254,26 @@ def test_export_replaces_a_set_and_nothing_else(zoo, tmp_path):
 
 
 def test_the_second_start_loads_what_the_first_compiled(zoo, tmp_path, original):
-    first, second = (load(zoo / "llama", CACHE_DIR=tmp_path) for _ in range(2))
+    first, second = (load(zoo / "llama", CACHE_DIR=tmp_path, PROGRAMS="shared") for _ in range(2))
     assert (first.programs_from, second.programs_from) == ("compiled", "cache")
     assert second.programs.costs
     assert second.programs.shape == first.programs.shape
-    assert answer(zoo / "llama", CACHE_DIR=tmp_path) == original(zoo / "llama").greedy(PROMPT, 12)
-    other = load(zoo / "llama", CACHE_DIR=tmp_path, MAX_PROMPT_LEN=32)
+    assert answer(zoo / "llama", CACHE_DIR=tmp_path, PROGRAMS="shared") == original(zoo / "llama").greedy(PROMPT, 12)
+    other = load(zoo / "llama", CACHE_DIR=tmp_path, PROGRAMS="shared", MAX_PROMPT_LEN=32)
     assert other.programs_from == "compiled"
     assert len(BlobCache(tmp_path).entries()) == 2
 
 
 def test_a_damaged_set_in_the_cache_is_compiled_again(zoo, tmp_path):
-    load(zoo / "llama", CACHE_DIR=tmp_path)
+    load(zoo / "llama", CACHE_DIR=tmp_path, PROGRAMS="shared")
     (entry,) = BlobCache(tmp_path).entries()
     (blob, *_) = entry.folder.glob("*.blob")
     blob.write_bytes(blob.read_bytes()[:-1])
     ((_, problem),) = BlobCache(tmp_path).verify()
     assert "the manifest says" in problem
     with pytest.warns(RuntimeWarning, match="compiled again: .*the manifest says"):
-        assert load(zoo / "llama", CACHE_DIR=tmp_path).programs_from == "compiled"
-    assert load(zoo / "llama", CACHE_DIR=tmp_path).programs_from == "cache"
+        assert load(zoo / "llama", CACHE_DIR=tmp_path, PROGRAMS="shared").programs_from == "compiled"
+    assert load(zoo / "llama", CACHE_DIR=tmp_path, PROGRAMS="shared").programs_from == "cache"
 
 
 @pytest.mark.parametrize("property_name", ["CACHE_DIR", pytest.param("BLOB_PATH", marks=SLOW)])
@@ -289,7 +289,7 @@ def test_a_full_disk_leaves_no_half_set(property_name, zoo, tmp_path, monkeypatc
     monkeypatch.setattr(blob_set, "_write", full)
     if property_name == "CACHE_DIR":
         with pytest.warns(RuntimeWarning, match="nothing was cached: .*No space left"):
-            assert load(zoo / "llama", CACHE_DIR=tmp_path).programs_from == "compiled"
+            assert load(zoo / "llama", CACHE_DIR=tmp_path, PROGRAMS="shared").programs_from == "compiled"
     else:
         with pytest.raises(ConfigError, match="No space left"):
             load(zoo / "llama", BLOB_PATH=tmp_path / "blob", EXPORT_BLOB=True)
@@ -299,9 +299,9 @@ def test_a_full_disk_leaves_no_half_set(property_name, zoo, tmp_path, monkeypatc
 @SLOW
 def test_the_least_recently_used_sets_are_removed_except_those_in_use(zoo, tmp_path):
     for length in (16, 32, 48):
-        load(zoo / "llama", CACHE_DIR=tmp_path, MAX_PROMPT_LEN=length)
+        load(zoo / "llama", CACHE_DIR=tmp_path, PROGRAMS="shared", MAX_PROMPT_LEN=length)
         time.sleep(0.05)
-    load(zoo / "llama", CACHE_DIR=tmp_path, MAX_PROMPT_LEN=16)  # used again, so 32 is now the oldest
+    load(zoo / "llama", CACHE_DIR=tmp_path, PROGRAMS="shared", MAX_PROMPT_LEN=16)  # used again, so 32 is now the oldest
     cache = BlobCache(tmp_path)
     entries = cache.entries()
     lengths = [entry.manifest.config["max_prompt_len"] for entry in entries]
@@ -323,7 +323,7 @@ from staticllm import StaticLLMConfig
 from staticllm.pipelines.loading import load as loader
 from staticllm.compiler_passes.artifacts.fingerprint import file_digest
 sys.stdin.readline()
-config = StaticLLMConfig(cache_dir=sys.argv[2], max_prompt_len=64)
+config = StaticLLMConfig(cache_dir=sys.argv[2], max_prompt_len=64, programs="shared")
 loaded = loader.load(sys.argv[1], "CPU", config)
 files = sorted(path for path in Path(sys.argv[2]).rglob("*") if path.is_file() and path.suffix != ".lock")
 print(json.dumps([loaded.programs_from, {path.name: file_digest(path) for path in files}]))
@@ -358,7 +358,7 @@ from staticllm.compiler_passes.artifacts.cache import BlobCache
 from staticllm.compiler_passes.artifacts.blob_set import remove_set
 while True:
     print("compiles", flush=True)
-    loader.load(sys.argv[1], "CPU", StaticLLMConfig(cache_dir=sys.argv[2], max_prompt_len=64))
+    loader.load(sys.argv[1], "CPU", StaticLLMConfig(cache_dir=sys.argv[2], max_prompt_len=64, programs="shared"))
     for entry in BlobCache(sys.argv[2]).entries():
         remove_set(entry.folder)
 """
@@ -377,7 +377,8 @@ def test_a_killed_process_leaves_a_working_cache(zoo, tmp_path):
         time.sleep(seconds)
         child.kill()
         child.communicate()
-        loaded = loader.load(zoo / "llama", "CPU", StaticLLMConfig(cache_dir=str(tmp_path), max_prompt_len=64))
+        config = StaticLLMConfig(cache_dir=str(tmp_path), max_prompt_len=64, programs="shared")
+        loaded = loader.load(zoo / "llama", "CPU", config)
         assert loaded.programs_from in ("compiled", "cache")
         (entry,) = BlobCache(tmp_path).entries()
         left = {path.name for path in entry.folder.iterdir()} - {blob_set.MANIFEST, blob_set.LOCK}
@@ -393,5 +394,5 @@ def test_a_model_whose_blobs_compute_other_values_runs_without_them(name, zoo, t
         load(zoo / name, BLOB_PATH=tmp_path / "blob", EXPORT_BLOB=True)
     for _ in range(2):  # the second start knows that blobs do not work
         with pytest.warns(RuntimeWarning, match="CACHE_DIR is not used: .*do not compute what"):
-            assert answer(zoo / name, CACHE_DIR=tmp_path) == expected
+            assert answer(zoo / name, CACHE_DIR=tmp_path, PROGRAMS="shared") == expected
     assert not list(tmp_path.rglob("*.blob"))

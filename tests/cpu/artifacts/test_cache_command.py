@@ -19,7 +19,20 @@ pytestmark = pytest.mark.usefixtures("shared_programs")
 def cache(tmp_path_factory, zoo, staticllm):
     """Return a cache with one set, and the set exported from it."""
     folder = tmp_path_factory.mktemp("cache")
-    done = staticllm("run", "hello", "-m", zoo / "llama", "-n", 2, "--max-prompt-len", 64, "-p", f"CACHE_DIR={folder}")
+    done = staticllm(
+        "run",
+        "hello",
+        "-m",
+        zoo / "llama",
+        "-n",
+        2,
+        "--max-prompt-len",
+        64,
+        "-p",
+        f"CACHE_DIR={folder}",
+        "-p",
+        "PROGRAMS=shared",
+    )
     assert done.returncode == 0, done.stderr
     return folder
 

@@ -179,12 +179,21 @@ def test_a_load_inside_its_own_callback_does_not_deadlock(zoo, tmp_path):
 
     def nested(event):
         if event.stage == "read" and not inner:
-            inner.append(StaticLLMPipeline(zoo / "llama", MAX_PROMPT_LEN=32, MIN_RESPONSE_LEN=16, CACHE_DIR=tmp_path))
+            inner.append(
+                StaticLLMPipeline(
+                    zoo / "llama", MAX_PROMPT_LEN=32, MIN_RESPONSE_LEN=16, PROGRAMS="shared", CACHE_DIR=tmp_path
+                )
+            )
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         pipe = StaticLLMPipeline(
-            zoo / "llama", MAX_PROMPT_LEN=32, MIN_RESPONSE_LEN=16, CACHE_DIR=tmp_path, on_progress=nested
+            zoo / "llama",
+            MAX_PROMPT_LEN=32,
+            MIN_RESPONSE_LEN=16,
+            PROGRAMS="shared",
+            CACHE_DIR=tmp_path,
+            on_progress=nested,
         )
     assert any("already loading the same model" in str(warning.message) for warning in caught)
     for each in (pipe, *inner):

@@ -39,7 +39,7 @@ def test_every_bench_test_is_in_every_output_format(bench):
         assert row["tokens_per_second"] > 0
         assert row["ms"] > 0
         assert row["repetitions"] == 1
-        assert row["programs"] == "phases"
+        assert row["programs"] == "paged"
     prompt = rows[0]
     assert prompt["tokens_per_second"] == pytest.approx(16 / (prompt["ms"] / 1e3)), "one prompt of 16 tokens"
     tokens = rows[2]
@@ -52,9 +52,8 @@ def test_every_bench_test_is_in_every_output_format(bench):
     assert title == "share of the fastest test of its kind:"
     assert [line.split("  ")[0].strip() for line in bars] == names[:4], "one test of c has nothing to be compared with"
     assert "█" in chart
-    decode, prompts = settings.splitlines()
-    assert decode.startswith("settings for decode steps of 1 to ")
-    assert prompts.startswith("settings for prompts of 8 to 256 rows: ")
+    (of_all,) = settings.splitlines()
+    assert of_all.startswith("settings for decode steps and prompts of 1 to 256 rows: ")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +111,7 @@ def test_bad_input_is_refused_in_one_line(arguments, word):
 
 def test_planned_costs_are_compared_with_timed_calls(bench):
     rows = json.loads(bench("--costs", "--json").stdout)
-    assert {(row["rows"], row["kv_len"]) for row in rows} >= {(1, 256), (16, 0), (64, 0), (2, 256)}
+    assert {(row["rows"], row["kv_len"]) for row in rows} >= {(1, 512), (16, 0), (64, 0), (2, 512)}
     for row in rows:
         assert row["planned_ms"] > 0
         assert row["timed_ms"] > 0
@@ -133,7 +132,7 @@ def test_a_report_replaces_the_speeds(bench):
     ]
     assert f"over {rows[0]['tokens']} tokens" in table
     calibration = json.loads(bench("--calibration", "--json").stdout)
-    assert [each["phases"] for each in calibration["chosen"]] == [["generate"], ["prefill"]]
+    assert [each["phases"] for each in calibration["chosen"]] == [["generate", "prefill"]]
     assert "no settings to choose from" in bench("--calibration").stdout
 
 

@@ -193,12 +193,12 @@ def test_inspect_prints_a_table_and_json(zoo, staticllm):
     assert report["num_states"] == 8
     assert report["masks"] == ["causal", "window:32"]
     assert report["layers"][0] == {"layer": 0, "query_heads": 4, "kv_heads": 2, "head_dim": 16, "mask": "window:32"}
-    assert report["kv"]["bytes"] == 8 * 2 * 16 * {"f32": 4, "bf16": 2}[report["kv"]["type"]] * 4 * 1152
+    assert report["kv"]["bytes"] == 8 * 2 * 16 * {"f32": 4, "bf16": 2}[report["kv"]["type"]] * report["kv"]["num_slots"]
     assert report["weights_bytes"] == (zoo / "gemma2" / "openvino_model.bin").stat().st_size
-    assert {"phase": "generate", "rows": 4, "kv_len": 256, "sequences": 4} in report["variants"]
+    assert any((each["phase"], each["rows"], each["sequences"]) == ("generate", 4, 4) for each in report["variants"])
     text = staticllm("inspect", zoo / "gemma2")
     assert text.returncode == 0
-    for word in ("window:32", "lift_state", "4 of 4 layers regrouped", "rows 1, 2x2, 4x4", "MiB"):
+    for word in ("window:32", "page_attention", "4 attentions in pages of 32", "rows 1, 2x2, 4x4", "MiB"):
         assert word in text.stdout
 
 

@@ -38,7 +38,7 @@ def test_a_set_without_a_path_is_written_beside_the_model(arguments, staticllm):
     assert (target / "manifest.json").is_file()
     assert f"in {target} (" in done.stdout
     assert f"-p BLOB_PATH={target}" in done.stdout
-    expected = staticllm("run", "my_model", "hello", "-n", 4, *SIZE).stdout
+    expected = staticllm("run", "my_model", "hello", "-n", 4, "-p", "PROGRAMS=shared", *SIZE).stdout
     assert staticllm("run", "my_model", "hello", "-n", 4, "-p", f"BLOB_PATH={target}").stdout == expected
     again = staticllm("compile", *arguments, *SIZE)
     assert "exists already: choose another path or remove it" in again.stderr
@@ -51,7 +51,7 @@ def test_the_set_of_a_gguf_file_is_written_beside_it(staticllm, tmp_path, monkey
     done = staticllm("compile", "tiny.Q8_0.gguf", "--export-blob", *SIZE)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "tiny.Q8_0.blob" / "manifest.json").is_file()
-    expected = staticllm("run", "tiny.Q8_0.gguf", "hello", "-n", 4, *SIZE).stdout
+    expected = staticllm("run", "tiny.Q8_0.gguf", "hello", "-n", 4, "-p", "PROGRAMS=shared", *SIZE).stdout
     assert staticllm("run", "tiny.Q8_0.gguf", "hello", "-n", 4, "-p", "BLOB_PATH=tiny.Q8_0.blob").stdout == expected
     assert expected
 

@@ -219,7 +219,7 @@ def test_a_blob_set_serves_every_adapter_of_its_layout(llama, tmp_path):
 
 def test_a_cache_has_one_set_for_a_layout(llama, tmp_path):
     other = Lora(llama.path, TARGETS["llama"], rank=4, seed=9).save(tmp_path / "other")
-    cache = {"CACHE_DIR": str(tmp_path / "cache"), **SHORT}
+    cache = {"CACHE_DIR": str(tmp_path / "cache"), "PROGRAMS": "shared", **SHORT}
     origins = []
     for adapters in (
         {"adapters": AdapterConfig(Adapter(llama.files()[0]))},

@@ -137,7 +137,7 @@ def test_pipelines_that_are_closed_while_they_compile_hold_nothing():
 
 def test_pipelines_with_cached_or_exported_programs_hold_nothing(tmp_path):
     def cached():
-        with a_pipeline(CACHE_DIR=tmp_path / "cache") as pipe:
+        with a_pipeline(CACHE_DIR=tmp_path / "cache", PROGRAMS="shared") as pipe:
             ask(pipe)
 
     def imported():
@@ -187,7 +187,7 @@ def test_a_pipeline_whose_background_work_failed_holds_nothing(waits):
             raise ValueError("in the background")
 
     def open_and_close():
-        with a_pipeline(BACKGROUND_COMPILE=None, on_progress=fail) as pipe:
+        with a_pipeline(BACKGROUND_COMPILE=None, PROGRAMS="phases", on_progress=fail) as pipe:
             while not launched_of(pipe).background.is_done:
                 time.sleep(0.02)
             if waits:

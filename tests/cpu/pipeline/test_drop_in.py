@@ -72,9 +72,9 @@ def test_a_cache_size_is_converted_to_kv_slots(name, model_path):
     """The number of slots is the largest that fits, but at least one longest sequence."""
     options = {"MAX_PROMPT_LEN": 32, "MIN_RESPONSE_LEN": 16, "KV_CACHE_PRECISION": "f32"}
     with StaticLLMPipeline(model_path(name), KV_CACHE_GB=0.004, **options) as pipe:
-        arena = pipe.engine.runner.cache.arena
-        bytes_per_slot = arena.num_bytes / arena.num_slots
-        assert pipe.config.kv_slots == arena.num_slots == int(0.004e9 // bytes_per_slot) > 48
+        cache = pipe.engine.runner.cache
+        bytes_per_slot = cache.arena.num_bytes / cache.arena.num_slots
+        assert pipe.config.kv_slots == cache.num_slots == int(0.004e9 // bytes_per_slot) > 48
         assert pipe.generate(np.arange(10, 20), max_new_tokens=2, ignore_eos=True).tokens
     with StaticLLMPipeline(model_path(name), KV_CACHE_GB=1e-9, **options) as pipe:
         assert pipe.config.kv_slots == 48

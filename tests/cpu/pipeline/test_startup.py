@@ -181,7 +181,7 @@ def test_a_small_model_serves_from_one_program_until_decoding_has_its_own(zoo, e
         return compile_each(plan, on_progress)
 
     monkeypatch.setattr(background, "compile_each", held_back)
-    with StaticLLMPipeline(zoo / "llama", **SHORT, MAX_NUM_SEQS=2) as pipe:
+    with StaticLLMPipeline(zoo / "llama", **SHORT, MAX_NUM_SEQS=2, PROGRAMS="phases") as pipe:
         programs = pipe.engine.runner.programs
         assert len({id(programs.compiled(variant)) for variant in programs}) == 1
         assert tokens_of(pipe) == expected

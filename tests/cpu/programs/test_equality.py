@@ -114,9 +114,9 @@ MEASURE_MEMORY = """
 import numpy as np, psutil
 from staticllm import StaticLLMPipeline, demo_model_path
 
-pipe = StaticLLMPipeline(demo_model_path(), "CPU", HOST_KV_SLOTS=0)
+pipe = StaticLLMPipeline(demo_model_path(), "CPU", HOST_KV_SLOTS=0, MAX_PROMPT_LEN=1024)
 arena = pipe.engine.runner.cache.arena
-for seed in range(12):
+for seed in range(24):
     prompt = np.random.default_rng(seed).integers(8, 1000, 1000)
     pipe.generate(prompt, max_new_tokens=152, ignore_eos=True)
     print(psutil.Process().memory_info().rss, arena.num_bytes, arena.addresses)
@@ -130,7 +130,7 @@ def test_slot_memory_is_allocated_once(model_path):
     lines = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
     assert len({(num_bytes, addresses) for _, num_bytes, addresses in lines}) == 1
     shape = launched_of(StaticLLMPipeline(model_path("demo"))).loaded.programs.shape
-    assert int(lines[0][1]) == shape.slot_bytes * 4 * 1152
+    assert shape.slot_bytes * 4 * 1152 <= int(lines[0][1]) < 2 * shape.slot_bytes * 4 * 1152, "some pages are spare"
     sizes = [int(num_bytes) for num_bytes, *_ in lines]
     growth = [after - before for before, after in pairwise(sizes)]  # a variant that runs for the first time grows, too
     assert median(growth[-6:]) < int(lines[0][1]) / 32, f"the process grows with every answer: {growth}"
