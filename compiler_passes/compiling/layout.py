@@ -196,8 +196,9 @@ def with_own_lengths(
         return config
     free = psutil.virtual_memory().available
     if config.memory_limit_mb is not None:
-        needs = memory_needs(directory, replace(config, kv_slots=1, host_kv_slots=0), kv_type)
-        free = min(free, config.memory_limit_mb * 10**6 - needs.of("shared"))
+        needs = memory_needs(directory, replace(config, host_kv_slots=0), kv_type)
+        without_slots = needs.of("shared") - config.num_kv_slots("shared") * num_bytes
+        free = min(free, config.memory_limit_mb * 10**6 - without_slots)
     positions = max_positions(directory, DECODER_POSITIONS) or DEFAULT_POSITIONS
     most = config.kv_slots or max(int(free * ARENA_SHARE) // num_bytes, 0)
     longest = min(positions, most, MAX_SEQUENCE)

@@ -1,6 +1,7 @@
 """Which variants share a program: by the size of the weights and MEMORY_LIMIT_MB, by estimate."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from staticllm.compiler_passes.compiling.layout import (
     may_have_few_rows,
     program_layout,
     with_host_slots,
+    with_own_lengths,
 )
 from staticllm.config import StaticLLMConfig
 from staticllm.errors import ConfigError
@@ -153,3 +155,54 @@ def test_other_devices_have_no_limit(chosen):
 def test_an_impossible_limit_is_refused(value):
     with pytest.raises(ConfigError, match="MEMORY_LIMIT_MB="):
         StaticLLMConfig(memory_limit_mb=value)
+
+
+@pytest.fixture
+def own(model, monkeypatch):
+    """The lengths of a sequence on a CPU where so many bytes of memory are free, and the model has so many positions."""
+
+    def own(free=10**9, positions=4096, device="CPU", given=(), **values):
+        monkeypatch.setattr(layout.psutil, "virtual_memory", lambda: SimpleNamespace(available=free))
+        monkeypatch.setattr(layout, "max_positions", lambda *arguments: positions)
+        return with_own_lengths(device, Path(), StaticLLMConfig(**values), "f32", given)
+
+    return own
+
+
+def test_without_lengths_the_model_decides_how_long_a_sequence_is(own):
+    config = own(free=10**11)
+    assert (config.max_seq_len, config.kv_slots) == (4096, 16 * 4096)
+    assert config.host_kv_slots == 16 * 1152
+    assert own(free=10**11, positions=None).max_seq_len == 32768
+    assert own(free=10**12, positions=10**7).max_seq_len == 1 << 17
+
+
+def test_without_lengths_memory_decides_where_it_is_less(own):
+    config = own(free=10**8 * 3, positions=32768)
+    assert config.max_seq_len == config.kv_slots == 10**8 // SLOT_BYTES
+    assert config.host_kv_slots == 10**8 // 2 // SLOT_BYTES
+    assert own(free=10**6).max_seq_len == 1152, "never less than before"
+    limited = own(free=10**11, positions=10**6, memory_limit_mb=2000)
+    assert 1152 < limited.max_seq_len < 2000 * 10**6 // 3 // SLOT_BYTES
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"given": ("max_prompt_len",), "max_prompt_len": 64},
+        {"given": ("prefill_rows",), "prefill_rows": (16,)},
+        {"device": "NPU"},
+        {"device": "GPU"},
+        {"programs": "separate"},
+        {"programs": "blocks"},
+        {"blob_path": "set"},
+    ],
+)
+def test_lengths_that_are_given_or_compiled_stay(own, changes):
+    values = {name: value for name, value in changes.items() if name not in ("given", "device")}
+    assert own(free=10**11, **changes) == StaticLLMConfig(**values)
+
+
+def test_given_slots_bound_a_sequence(own):
+    config = own(free=10**11, kv_slots=2000, given=("kv_slots",))
+    assert (config.max_seq_len, config.kv_slots) == (2000, 2000)

@@ -312,6 +312,24 @@ def test_the_bound_without_a_target_is_that_of_the_view(name, bound, num_tokens)
     assert sum(count for _, count in make_policy(name).plan(view).prefill) == num_tokens
 
 
+@pytest.mark.parametrize(("num_prompts", "tpot_ms", "most"), [(1, None, 0.18), (2, None, 0.25), (2, 60, 0.06)])
+def test_calls_are_longer_while_several_prompts_wait(num_prompts, tpot_ms, most):
+    """Within the time in which people read a word, and never beyond a target."""
+
+    def seconds(variant):
+        return 0.045 if variant.rows <= 2 else 0.13 if variant.rows <= 8 else 0.19
+
+    running = tuple(replace(request, last_token_time=100.0) for request in a_view().running)
+    prompts = tuple(RequestView(10 + i, "prefilling", 98.0, 40, 16, 16) for i in range(num_prompts))
+    device = Device(INDEX, seconds, 64)
+    view = a_view(waiting=(), prefilling=prompts, swapped=(), running=running, free_slots=99, device=device)
+    view = replace(view, tpot_ms=tpot_ms)
+    plan = make_policy("dynamic").plan(view)
+    taken = seconds(view.device.call(plan.num_rows, plan.num_sequences))
+    assert taken <= most
+    assert (taken > 0.18) == (num_prompts > 1 and tpot_ms is None)
+
+
 def test_dynamic_never_starves_prompts_of_a_target_that_no_call_keeps():
     device = Device(INDEX, slow_prompts, 64)
     policy, now, prefilled = make_policy("dynamic"), 100.0, 0.0
