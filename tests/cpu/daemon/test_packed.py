@@ -296,7 +296,7 @@ def test_all_slots_are_free_after_the_last_request(loaded):
 
 def test_a_second_start_imports_its_programs_from_a_cache(zoo, tmp_path, monkeypatch):
     xml = zoo / "llama" / "openvino_model.xml"
-    options = {**EXACT, **SHORT, "CACHE_DIR": str(tmp_path)}
+    options = {**EXACT, **SHORT, "CACHE_DIR": str(tmp_path), "PROGRAMS": "shared"}
     PackedModel(xml, "CPU", options).close()
     monkeypatch.setattr(
         compile_programs, "compile_programs", lambda *_: pytest.fail("compiled, although there is a set")
