@@ -25,7 +25,7 @@ RUNS = 5
 PERF_COUNT = "PERF_COUNT"
 KINDS = {
     "matrix products": ("FullyConnected", "LLMMLP", "QKVProjection"),
-    "attention": ("MatMul", "Softmax", "ScaledDotProductAttention"),
+    "attention": ("MatMul", "Softmax", "ScaledDotProductAttention", "PagedAttention", "PagedAttentionExtension"),
     "transposes": ("Transpose",),
     "conversions": ("Convert", "Reorder"),
     "splits and joins": ("Split", "VariadicSplit", "Concat", "StridedSlice", "Slice"),

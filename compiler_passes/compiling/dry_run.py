@@ -12,10 +12,15 @@ from numpy.typing import NDArray
 
 from staticllm.core import KEY_POSITIONS, QUERY_POSITIONS, Variant
 from staticllm.ports import (
+    BLOCK_INDICES,
+    BLOCK_INDICES_BEGINS,
     HIDDEN,
     INPUT_IDS,
     LOGIT_ROWS,
+    MAX_CONTEXT_LEN,
+    PAST_LENS,
     POSITION_IDS,
+    SUBSEQUENCE_BEGINS,
     CallSizes,
     find_encoder_port,
     find_port,
@@ -23,6 +28,7 @@ from staticllm.ports import (
 )
 from staticllm.system.long_calls import attended
 
+from ..graph.paged_graph import PAGE_SIZE
 from .chain import AnyProgram, CompiledChain
 
 VALUE_SCALE = 0.5
@@ -76,20 +82,34 @@ def _name_of(port: ov.ConstOutput) -> str:
 
 
 def random_feeds(compiled: AnyProgram, variant: Variant) -> dict[str, NDArray[Any]]:
-    """Return inputs of a program at one variant, by port name, the same in every process: tokens and KV slots, causal mask."""
+    """Return inputs of a program at one variant, by port name, the same in every process: tokens and KV slots, causal mask.
+
+    Over pages, the rows and the KV length are divided among the variant's sequences.
+    """
     random = np.random.default_rng(0)
     feeds = dict[str, NDArray[Any]]()
+    pages = _pages(variant)
+    num_pages = len(pages[BLOCK_INDICES])
     rows = variant.rows
     kv_len = variant.kv_len
     for port in compiled.inputs:
         name, contract = port_of(port.get_names())
         of_call = contract.ranges(len(port.partial_shape), CallSizes.of(variant))
+        if name in pages:
+            feeds[name] = pages[name]
+            continue
         own = [
-            None if axis in of_call and dim.is_dynamic else dim.get_max_length()
+            None
+            if axis in of_call and dim.is_dynamic
+            else num_pages
+            if dim.get_max_length() < 0
+            else dim.get_max_length()
             for axis, dim in enumerate(port.partial_shape)
         ]
         shape = contract.shape_at(own, variant)
-        if name == INPUT_IDS:
+        if name == POSITION_IDS and len(shape) == 1:
+            feeds[name] = pages[POSITIONS_IN_PAGES]
+        elif name == INPUT_IDS:
             feeds[name] = random.integers(0, 100, shape)
         elif name == POSITION_IDS:
             feeds[name] = np.broadcast_to(np.arange(kv_len, kv_len + rows), shape).copy()
@@ -106,6 +126,28 @@ def random_feeds(compiled: AnyProgram, variant: Variant) -> dict[str, NDArray[An
             scale = ADAPTER_SCALE if name.startswith("adapter") else VALUE_SCALE
             feeds[name] = _random_values(random, shape, port.get_element_type(), scale)
     return feeds
+
+
+POSITIONS_IN_PAGES = "positions"
+
+
+def _pages(variant: Variant) -> dict[str, NDArray[Any]]:
+    """Return the ports of page tables for a call whose sequences have equal shares of the rows and of the KV length."""
+    count = variant.sequences
+    past = np.full(count, variant.kv_len // count)
+    rows = np.full(count, variant.rows // count)
+    rows[0] += variant.rows - rows.sum()
+    pages = -(-(past + rows) // PAGE_SIZE)
+    return {
+        PAST_LENS: past.astype(np.int32),
+        SUBSEQUENCE_BEGINS: np.cumsum([0, *rows]).astype(np.int32),
+        BLOCK_INDICES: np.arange(pages.sum(), dtype=np.int32),
+        BLOCK_INDICES_BEGINS: np.cumsum([0, *pages]).astype(np.int32),
+        MAX_CONTEXT_LEN: np.array((past + rows).max(), np.int32),
+        POSITIONS_IN_PAGES: np.concatenate(
+            [np.arange(start, start + each) for start, each in zip(past, rows, strict=True)]
+        ),
+    }
 
 
 def _random_values(

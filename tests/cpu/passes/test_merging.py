@@ -150,7 +150,7 @@ def test_a_product_with_two_consumers_keeps_both():
 
 def test_small_projections_of_the_embedded_model_are_merged(monkeypatch):
     def note_of():
-        plan = prepare(demo_model_path(), "CPU", StaticLLMConfig())
+        plan = prepare(demo_model_path(), "CPU", StaticLLMConfig(programs="shared"))
         notes = [report.notes for report in plan.lowered.reports if report.name == "merge_projections"]
         return notes[0][0] if notes else ""
 

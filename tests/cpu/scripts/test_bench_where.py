@@ -35,7 +35,7 @@ def test_time_is_divided_beside_genais(zoo):
         assert each["own_calls_ms"] < each["own_ms"]
         assert {"matrix products", "attention"} <= {node["kind"] for node in each["nodes"]}
     ours, theirs = found["parts"][-2:]
-    assert ours["programs"] == ["generate[1x128]"]
+    assert ours["programs"] == ["generate[1x512]"]
     assert theirs["programs"] == [f"generate[1x{count}]" for count in range(40, 44)]
 
 
@@ -72,7 +72,7 @@ def test_time_is_divided_without_genai_if_it_cannot_load_the_model(zoo, monkeypa
 def test_nodes_are_divided_alone(zoo):
     nodes = ["-m", str(zoo / "llama"), *SMALL, "--nodes"]
     profiles = json.loads(CliRunner().invoke(command, [*nodes, "--json"]).stdout)
-    assert [profile["variant"] for profile in profiles] == ["generate[1x256]", "prefill[64x0]"]
+    assert [profile["variant"] for profile in profiles] == ["generate[1x512]", "prefill[64x0]"]
     assert "matrix products" in CliRunner().invoke(command, nodes).stdout
 
 
