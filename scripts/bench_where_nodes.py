@@ -84,7 +84,8 @@ def profile_calls(
     for number, variant in enumerate(variants):
         on_progress(number, len(variants))
         compiled = counted_program(plan, variant)
-        times = times_after_first(bound_request(compiled, random_feeds(compiled, variant)))
+        feeds = random_feeds(compiled, variant)  # kept until the calls have run: a request only points at them
+        times = times_after_first(bound_request(compiled, feeds))
         settings = label_of(get_core(), device, plan.options.program_group(variant).properties)
         kinds = kinds_in(compiled, plan.lowered.graph.model, times)
         yield CallProfile(str(variant), settings, sum(node.ms for node in times), shares_of(times, kinds))
