@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import openvino as ov
@@ -149,7 +150,7 @@ def _alone(model: ov.Model, texts: Sequence[NDArray[np.int64]]) -> list[Values]:
         }
         parts = []
         for start, end in ((0, FIRST_CALL), (FIRST_CALL, len(ids))):
-            feeds = {
+            feeds: Mapping[str, NDArray[Any]] = {
                 INPUT_IDS: ids[None, start:end],
                 ATTENTION_MASK: np.ones((1, end), np.int64),
                 POSITION_IDS: np.arange(start, end)[None],

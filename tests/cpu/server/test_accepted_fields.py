@@ -152,4 +152,4 @@ def test_the_schema_says_what_the_server_checks(client):
     assert all(form.get("minItems") == 1 for form in forms if form["type"] == "array")
     assert schemas["RerankRequest"]["properties"]["documents"]["minItems"] == 1
     assert schemas["ChatRequest"]["additionalProperties"] is False
-    assert "additionalProperties" not in schemas["MessageFields"]
+    assert "additionalProperties" not in schemas["ChatMessage"]

@@ -93,7 +93,7 @@ class TestOllama:
         assert {model.model for model in client.ps().models} <= names
         shown = client.show("demo")
         assert shown.capabilities == ["completion"]
-        assert shown.modelinfo["openvino.context_length"] == 1152
+        assert shown.modelinfo["openvino.context_length"] == 2048  # the positions in its config.json
         assert shown.details.family == "openvino"
 
     def test_it_takes_a_schema(self, client):
