@@ -280,10 +280,14 @@ def _as_inputs(model: ov.Model, adapters: AdapterSet | None) -> tuple[AdapterLay
 
 
 def may_be_paged(job: LoadJob[Any]) -> bool:
-    """Return whether the program of a decoder may work on pages: on a CPU, unless a blob is made of it."""
+    """Return whether the program of a decoder may work on pages: on a CPU, unless a blob is made of it.
+
+    Cross-attention has no pages: ``PROGRAMS=paged`` is refused for it later, by name.
+    """
     config = job.config
     is_stored = job.has_blobs or config.export_blob or config.blob_path is not None
-    return kind(job.device) == "CPU" and config.programs in ("auto", "paged") and not is_stored
+    is_wanted = config.programs == "paged" or (config.programs == "auto" and config.cross_windows is None)
+    return kind(job.device) == "CPU" and is_wanted and not is_stored
 
 
 def _paged_plan(job: DecoderJob, opened: OpenedModel, options: LoweringOptions) -> DecoderPlan | None:

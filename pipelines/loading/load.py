@@ -166,9 +166,12 @@ def _compile_into(place: SetPlace[V, S, R]) -> Loaded[V, S, R]:
 
 
 def _without_blobs(entry: CacheEntry[V, S, R]) -> Loaded[V, S, R] | None:
-    """Compile a model whose programs cannot be imported, with the measurements in the cache; None if they can."""
+    """Compile a model whose programs cannot be imported, with the measurements in the cache; None if they can.
+
+    A cached set says that they can, without reading the model.
+    """
     job = entry.job
-    if not job.kind.may_have_no_blobs(job):
+    if entry.folder.is_dir() or not job.kind.may_have_no_blobs(job):
         return None
     plan = job.kind.plan(job)
     if plan.options.layout != "paged":

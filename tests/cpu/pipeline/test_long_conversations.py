@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -49,6 +51,34 @@ def test_a_snapshot_survives_the_process(zoo, prompt_of, tmp_path):
         result = pipe.generate(np.array(longer), max_new_tokens=8, ignore_eos=True)
         assert result.tokens == expected
         assert result.perf_metrics.get_num_cached_tokens() == 79
+
+
+@pytest.mark.slow
+def test_a_conversation_of_8000_tokens_by_default_and_over_a_restart(zoo, original, tmp_path):
+    """Without lengths given, all that the model has positions for is taken; each turn reuses what the turns before it left."""
+    folder, path, rng = tmp_path / "long", tmp_path / "chat.rows", np.random.default_rng(8)
+    shutil.copytree(zoo / "llama", folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 9000}), encoding="utf-8")
+    reference = original(folder)
+
+    def talk(pipe, tokens, until):
+        while len(tokens) < until:
+            tokens += rng.integers(8, 1000, 400).tolist()
+            num_known = len(tokens) - 401
+            result = pipe.generate(np.array(tokens), max_new_tokens=100, ignore_eos=True)
+            assert result.tokens[0] == reference.greedy(tokens, 100), f"after {len(tokens)} tokens"
+            assert result.perf_metrics.get_num_cached_tokens() == max(0, num_known)
+            tokens += result.tokens[0]
+        return tokens
+
+    with StaticLLMPipeline(folder, "CPU", **EXACT) as pipe:
+        assert pipe.config.max_seq_len == 9000
+        tokens = talk(pipe, [], 4000)
+        assert pipe.save_snapshot(path, np.array(tokens)) == len(tokens) - 1
+    with StaticLLMPipeline(folder, "CPU", **EXACT) as pipe:
+        assert pipe.load_snapshot(path) == len(tokens) - 1
+        assert len(talk(pipe, tokens, 8000)) == 8000
 
 
 def test_a_snapshot_that_does_not_match_is_refused(zoo, prompt_of, tmp_path):
