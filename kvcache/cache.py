@@ -67,6 +67,11 @@ class KVCache:
         """The number of slots that a call reads: all up to the highest one in use."""
         return self.slots.high_slot
 
+    @property
+    def idle_page(self) -> int:
+        """The page that no sequence has, for calls without a request. Only slots in pages have one."""
+        return 0
+
     def transaction(self) -> Transaction:
         """A block in which slots change hands. If it raises, ``is_void`` is True until ``reset``."""
         return Transaction(self)

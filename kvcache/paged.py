@@ -150,6 +150,11 @@ class PagedKVCache(KVCache):
         super().__init__(shape, kv_lens, allocate)
 
     @property
+    def idle_page(self) -> int:
+        """The page that no sequence has, for calls without a request."""
+        return self._num_pages
+
+    @property
     def num_past(self) -> int:
         """The number of slots that calls may read: those of sequences that go on."""
         return min(self.slots.num_active, self.num_slots)
@@ -236,7 +241,7 @@ class PagedKVCache(KVCache):
         super().reset()
 
     def _make_arena(self, shape: ModelShape, allocate: Allocate | None) -> Arena:
-        self._arena = PagedArena(shape.kv_states, self._num_pages, self._page_size, allocate)
+        self._arena = PagedArena(shape.kv_states, self._num_pages + 1, self._page_size, allocate)
         return self._arena
 
     def _make_slots(self) -> SlotAllocator:

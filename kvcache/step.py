@@ -47,6 +47,8 @@ class PageTables:
         self._blocks = np.zeros(1, np.int32)
         self.max_context_len = np.ones((), np.int32)
         self.num_logits = 0
+        self.idle_page = 0
+        """The page that belongs to no sequence."""
         self.write([0], [1], [np.zeros(1, np.intp)], 1)
 
     def write(
@@ -65,6 +67,18 @@ class PageTables:
         self.max_context_len[...] = (lens[:num] + np.diff(begins[: num + 1])).max()
         self.num_logits = num_logits
         self.sizes = int(begins[num]), num, num_blocks, num_logits, id(self._blocks)
+
+    def stand_in(self, variant: Variant, page_size: int) -> None:
+        """Write a step of no request, as large as a variant: it reads any pages, and writes only into the idle one."""
+        num = variant.sequences
+        rows = np.full(num, variant.rows // num)
+        rows[0] += variant.rows - rows.sum()
+        past = variant.kv_len // num // page_size
+        tables = [
+            np.concatenate([np.arange(past) + index * past, np.full(-(-count // page_size), self.idle_page)])
+            for index, count in enumerate(rows.tolist())
+        ]
+        self.write([past * page_size] * num, rows.tolist(), tables, variant.num_logits)
 
     @property
     def num_rows(self) -> int:
@@ -176,6 +190,12 @@ class StepBuffers:
         self.presents: list[NDArray[Any]] = [
             _front(present, *group.shape(rows)) for present, group in zip(pool.presents, self._groups, strict=True)
         ]
+
+    def stand_in(self) -> None:
+        """Write what a call without a request needs, whatever else is left of the last step. No sequence's slots change."""
+        self.logit_rows.fill(0)  # rows of a larger call may lie outside of this one
+        if page_size := self.pool.shape.page_size:
+            self.pool.pages.stand_in(self.variant, page_size)
 
     def see_cross_windows(self, num_cross_windows: int) -> None:
         """Give ``cross_mask`` the frames of the first ``num_cross_windows`` places, if the model has cross-attention."""

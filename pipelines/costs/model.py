@@ -14,6 +14,9 @@ from staticllm.core import ProgramVariant
 NEW_SHARE = 0.1
 """Weight of a new measurement: low, to ignore noise, but enough to follow a throttled machine within 20 calls. Until a cost is
 stable, a faster call replaces it."""
+COMMON_SHARE = 0.5
+"""Share of each change that all other costs follow: a machine whose speed changes within seconds changes it for all calls, and
+variants that are not chosen would keep the costs of another minute."""
 SLOWEST = 3.0
 """Cap on a measurement, as a multiple of the known cost: another program may have delayed the call."""
 FIRST_SHARE = 0.5
@@ -46,10 +49,13 @@ class CostModel(Generic[V]):
     The fitted cost is a sum over the parts of ``work``, fitted by least squares of relative errors; no part is negative. The
     estimate of a variant is the measured cost of the nearest variant with as many rows, plus the difference of the two fitted
     costs; without such a variant it is the fitted cost.
+
+    What is kept of a variant are its seconds on a machine of ``_speed`` 1; all costs follow changes of that speed.
     """
 
     def __init__(self, seconds: Mapping[V, float] | None = None) -> None:
         self._seconds: dict[V, float] = dict(seconds or {})
+        self._speed = 1.0
         self._num_updates = dict.fromkeys(self._seconds, 1)
         self._adopted: set[V] = set()
         self._estimates: dict[V, float] = {}
@@ -61,17 +67,17 @@ class CostModel(Generic[V]):
         if known is None:
             known = self._estimate(variant)
             self._estimates[variant] = known
-        return known
+        return known * self._speed
 
     @property
     def measured(self) -> dict[V, float]:
         """The seconds per call of the variants that were measured."""
-        return dict(self._seconds)
+        return {variant: self._speed * seconds for variant, seconds in self._seconds.items()}
 
     @property
     def stable(self) -> dict[V, float]:
         """The seconds per call of the variants whose costs are stable."""
-        return {variant: seconds for variant, seconds in self._seconds.items() if self.is_stable(variant)}
+        return {variant: seconds for variant, seconds in self.measured.items() if self.is_stable(variant)}
 
     @property
     def overrun(self) -> float:
@@ -107,27 +113,29 @@ class CostModel(Generic[V]):
     def update(self, variant: V, seconds: float) -> None:
         """Mix one measurement, in seconds, into the variant's cost."""
         self._num_updates[variant] = self._num_updates.get(variant, 0) + 1
-        known = self._seconds.get(variant)
-        if known is not None:
-            if self.is_stable(variant):
-                self._ratios.append(seconds / known)
-            is_faster = seconds < known and not self.is_stable(variant)  # the first run at a size may be very slow
-            mixed = averaged(known, min(seconds, SLOWEST * known), NEW_SHARE)
-            self._seconds[variant] = seconds if is_faster else mixed
-            if is_faster:
-                self._estimates = {}
-                self._parts = None
+        if variant not in self._seconds:
+            guess = self(variant) if len(self._seconds) >= len(variant.work) else seconds
+            self._keep(variant, averaged(guess, seconds, FIRST_SHARE))
             return
-        guess = self(variant) if len(self._seconds) >= len(variant.work) else seconds
-        self._seconds[variant] = averaged(guess, seconds, FIRST_SHARE)
-        self._estimates = {}
-        self._parts = None
+        known = self(variant)
+        is_stable = self.is_stable(variant)
+        if seconds < known and not is_stable:  # the first run at a size may be very slow
+            self._keep(variant, seconds)
+            return
+        mixed = averaged(known, min(seconds, SLOWEST * known), NEW_SHARE)
+        if is_stable:
+            self._ratios.append(seconds / known)
+            self._speed *= averaged(1.0, mixed / known, COMMON_SHARE)
+        self._seconds[variant] = mixed / self._speed
 
     def set(self, variant: V, seconds: float) -> None:
         """Replace a variant's cost by a measurement, in seconds."""
-        self._seconds[variant] = seconds
         self._num_updates[variant] = STABLE_CALLS
         self._adopted.discard(variant)
+        self._keep(variant, seconds)
+
+    def _keep(self, variant: V, seconds: float) -> None:
+        self._seconds[variant] = seconds / self._speed
         self._estimates = {}
         self._parts = None
 

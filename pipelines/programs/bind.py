@@ -65,7 +65,9 @@ def allocate(shape: ModelShape, variants: Sequence[Variant], of_device: Allocate
     try:
         kv_lens = [variant.kv_len for variant in variants]
         cache = kv_cache(shape, kv_lens, of_device, max(variant.sequences for variant in variants))
-        return HostMemory(cache, BufferPool(variants, shape))
+        pool = BufferPool(variants, shape)
+        pool.pages.idle_page = cache.idle_page
+        return HostMemory(cache, pool)
     except MemoryError as error:
         raise ConfigError(
             f"not enough memory for the KV slots or masks ({error}): lower MAX_PROMPT_LEN or PREFILL_ROWS"

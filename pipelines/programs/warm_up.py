@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 from staticllm.adapters.adapter_set import AdapterSet
 from staticllm.core import OnProgress, ProgressEvent, Variant
@@ -13,6 +14,7 @@ from staticllm.system.long_calls import attended, told
 from ...compiler_passes.compiling.compile import DecoderPrograms
 from ...kvcache.step import BufferPool, StepBuffers
 from ..costs.model import CostModel
+from ..costs.probe import timed_run
 from .bind import BoundPrograms, HostMemory, Program, allocate, bind
 from .model_runner import ModelRunner
 
@@ -97,9 +99,9 @@ def warm_up(
         if is_needed or total + costs(variant) < TOTAL_SECONDS:
             program = bound[variant]
             with told(on_progress, event):
-                first = attended(program.run)
+                first = attended(partial(timed_run, program))
             is_worth_it = first < QUICK_SECONDS or key not in packed  # a program's first run packs its weights
-            seconds = attended(program.run) if is_worth_it else first
+            seconds = attended(partial(timed_run, program)) if is_worth_it else first
             costs.update(variant, seconds)
             packed.add(key)
             total += first + seconds
@@ -115,7 +117,7 @@ def _first_runs(
     for index, variant in enumerate(first, 1):
         event = ProgressEvent("warm-up", index, len(first), 0.0, variant)
         with told(on_progress, event):
-            seconds = attended(bound[variant].run)
+            seconds = attended(partial(timed_run, bound[variant]))
         on_progress(replace(event, seconds=seconds))
     return costs
 

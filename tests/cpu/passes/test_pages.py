@@ -16,6 +16,7 @@ from staticllm.compiler_passes.pass_pipeline import LoweringOptions, Pass, PassP
 from staticllm.compiler_passes.states.page_attention import page_attention
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
+from staticllm.pipelines.diagnostics.costs import wait_for_costs
 
 OPTIONS = LoweringOptions(128)
 ALIBI, SCALE = 11, 9
@@ -115,6 +116,19 @@ def test_the_passes_run_without_the_proof_too(zoo):
     model = read(zoo / "llama")
     graph = PagedGraph(model.clone(), original=model)
     assert [report.name for report in shorter.run(graph, OPTIONS)] == [entry.name for entry in shorter.passes]
+
+
+def test_measuring_costs_between_two_turns_changes_neither(zoo, original):
+    """Calls without a request are as large as they say, and write to no page of a sequence."""
+    prompt = np.random.default_rng(4).integers(8, 1000, 100).tolist()
+    exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "MAX_PROMPT_LEN": 256}
+    with StaticLLMPipeline(zoo / "llama", "CPU", **exact) as pipe:
+        (first,) = pipe.generate(np.array(prompt), max_new_tokens=8, ignore_eos=True).tokens
+        assert wait_for_costs(pipe.engine, 60)
+        longer = [*prompt, *first, *prompt[:30]]
+        result = pipe.generate(np.array(longer), max_new_tokens=8, ignore_eos=True)
+        assert result.perf_metrics.get_num_cached_tokens() == len(prompt) + 7
+        assert result.tokens[0] == original(zoo / "llama").greedy(longer, 8)
 
 
 def test_a_prompt_beyond_the_old_limit_is_answered_by_default(zoo, original):

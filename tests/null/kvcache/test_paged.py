@@ -178,3 +178,27 @@ def test_random_work_keeps_every_token(seed):
     for each in sequences:
         cache.close(each)
     assert cache.slots.num_used == 0 and cache.slots.num_free == 192
+
+
+@pytest.mark.parametrize("variant", [Variant(64, 0, 1), Variant(64, 200, 3), Variant(6, 256, 6), Variant(1, 31)])
+def test_a_call_without_a_request_is_as_large_as_its_variant_and_writes_to_no_sequence(variant):
+    paged = Paged()
+    sequence = paged.cache.open()
+    paged.run([(sequence, [1, 2, 3, 4, 5])])
+    buffers = StepBuffers(variant, paged.pool)
+    paged.pool.pages.idle_page = paged.cache.idle_page
+    buffers.stand_in()
+    tables, counts = paged.pool.pages.arrays(), np.diff(paged.pool.pages.arrays()["subsequence_begins"])
+    assert (counts.sum(), len(counts), paged.pool.pages.num_logits) == (variant.rows, variant.sequences, variant.num_logits)
+    assert variant.kv_len - PAGE * variant.sequences < tables["past_lens"].sum() <= variant.kv_len
+    (num_pages, *_) = paged.cache.arena.state_view(0).shape
+    for index, (past, count) in enumerate(zip(tables["past_lens"], counts, strict=True)):
+        pages = tables["block_indices"][slice(*tables["block_indices_begins"][index : index + 2])]
+        assert len(pages) == -(-(past + count) // PAGE)
+        assert (pages[past // PAGE :] == num_pages - 1).all()
+        assert (pages < num_pages).all()
+    longer = paged.cache.open()
+    for start in range(0, 250, 50):
+        paged.run([(longer, range(start, start + 50))])
+    assert num_pages - 1 not in {int(slot) // PAGE for slot in longer.slots}
+    paged.check([sequence, longer])
