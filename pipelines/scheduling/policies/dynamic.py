@@ -26,9 +26,10 @@ from ..time_slices import TimeSlices, by_wait
 
 CROWDED_GAP = 2
 """Factor on the token bound while at least two prompts wait, and at least as many as requests decode."""
-COMPANY_GAP = 0.25
+COMPANY_GAP = 0.5
 """Least token bound in seconds while several prompts wait: calls with more of their tokens cost less for each. Readers take as
-long for a word: 238 words a minute (Brysbaert 2019, doi:10.1016/j.jml.2019.104047)."""
+long for two words, 238 a minute (Brysbaert 2019, doi:10.1016/j.jml.2019.104047), and see about so many ahead (Rayner 1998,
+doi:10.1037/0033-2909.124.3.372)."""
 URGENT_GAP = 4
 """Factor on the token bound once the first prompt has waited for ``URGENT_TTFT_SHARE`` of the TTFT target."""
 URGENT_TTFT_SHARE = 0.5
