@@ -43,10 +43,14 @@ class PrefixCache:
 
     @property
     def leaving_slots(self) -> int:
-        """The slots in ``idle_slots`` that are free after the first chunk of a prompt, if more chunks follow."""
+        """The slots in ``idle_slots`` that are free after the first chunk of a prompt, if more chunks follow.
+
+        0 where a call reads no idle slots.
+        """
         leaves = self._cached is None or self._can_leave(self._cached)
         sequences = self.idle_sequences() if leaves else [copy.sequence for copy in self._offloading]
-        return self._cache.slots.count_only([sequence.slots for sequence in sequences])
+        num_leaving = self._cache.slots.count_only([sequence.slots for sequence in sequences])
+        return min(num_leaving, self._cache.num_past - self._cache.slots.num_active)
 
     def _can_leave(self, sequence: KVSequence) -> bool:
         return len(sequence) <= self._host_pool.free_slots

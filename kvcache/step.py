@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.core import KV_TYPE_BYTES, ModelShape, Variant
+from staticllm.core import KV_TYPE_BYTES, ModelShape, Variant, Work
 from staticllm.ports import BLOCK_INDICES, BLOCK_INDICES_BEGINS, MAX_CONTEXT_LEN, PAST_LENS, SUBSEQUENCE_BEGINS
 
 from .groups import HOST_TYPES, StateGroup, group_states, place_of
@@ -73,12 +73,19 @@ class PageTables:
         num = variant.sequences
         rows = np.full(num, variant.rows // num)
         rows[0] += variant.rows - rows.sum()
-        past = variant.kv_len // num // page_size
+        past = int(variant.past_in_pages) // page_size
         tables = [
             np.concatenate([np.arange(past) + index * past, np.full(-(-count // page_size), self.idle_page)])
             for index, count in enumerate(rows.tolist())
         ]
         self.write([past * page_size] * num, rows.tolist(), tables, variant.num_logits)
+
+    @property
+    def work(self) -> Work:
+        """What the call does, in the parts of ``Variant.work_in_pages``."""
+        num_rows, num, *_ = self.sizes
+        past, rows = self._begins[0, :num], np.diff(self._begins[1, : num + 1])
+        return 1.0, num_rows, float(rows @ (past + rows / 2)), int(past.sum()), self.num_logits
 
     @property
     def num_rows(self) -> int:
@@ -190,6 +197,11 @@ class StepBuffers:
         self.presents: list[NDArray[Any]] = [
             _front(present, *group.shape(rows)) for present, group in zip(pool.presents, self._groups, strict=True)
         ]
+
+    @property
+    def work(self) -> Work | None:
+        """What the next call does, where that is not all of the variant's work."""
+        return self.pool.pages.work if self.pool.shape.page_size else None
 
     def stand_in(self) -> None:
         """Write what a call without a request needs, whatever else is left of the last step. No sequence's slots change."""

@@ -72,6 +72,17 @@ class Variant:
         return 1.0, self.rows, self.rows * (self.kv_len + self.rows), self.kv_len, self.num_logits
 
     @property
+    def past_in_pages(self) -> float:
+        """The slots that a call over pages reads on average of each of its sequences: KV lengths double from one to the next."""
+        return 0.75 * self.kv_len / self.sequences
+
+    @property
+    def work_in_pages(self) -> Work:
+        """The work of a call over pages, whose rows see the slots of their own sequence only."""
+        own = self.past_in_pages + self.rows / self.sequences / 2
+        return 1.0, self.rows, self.rows * own, self.sequences * self.past_in_pages, self.num_logits
+
+    @property
     def phase(self) -> Phase:
         """``generate`` if each row is a sequence of its own, else ``prefill``."""
         return "generate" if self.rows == self.sequences else "prefill"

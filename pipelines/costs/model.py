@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from staticllm.core import ProgramVariant
+from staticllm.core import ProgramVariant, Work
 
 NEW_SHARE = 0.1
 """Weight of a new measurement: low, to ignore noise, but enough to follow a throttled machine within 20 calls. Until a cost is
@@ -32,6 +32,8 @@ NUM_RECENT, FEWEST_RECENT, LATE_SHARE = 64, 20, 0.05
 MOST_OVERRUN = 2.0
 SMOOTHING = 0.2
 """Weight of the newest call in the expected duration of the next call of the same shapes."""
+MOST_SCALED = 2.0
+"""The factor by which a call's seconds are scaled at most for doing more or less than its variant."""
 MAX_SHAPES = 256
 """Size limit of a model's table of durations by shape."""
 
@@ -55,6 +57,7 @@ class CostModel(Generic[V]):
 
     def __init__(self, seconds: Mapping[V, float] | None = None) -> None:
         self._seconds: dict[V, float] = dict(seconds or {})
+        self._work: Callable[[V], Work] = lambda variant: variant.work
         self._speed = 1.0
         self._num_updates = dict.fromkeys(self._seconds, 1)
         self._adopted: set[V] = set()
@@ -68,6 +71,12 @@ class CostModel(Generic[V]):
             known = self._estimate(variant)
             self._estimates[variant] = known
         return known * self._speed
+
+    def weigh_by(self, work: Callable[[V], Work]) -> None:
+        """Estimate by these parts of a call, where they are others than the variants say."""
+        self._work = work
+        self._estimates = {}
+        self._parts = None
 
     @property
     def measured(self) -> dict[V, float]:
@@ -110,8 +119,11 @@ class CostModel(Generic[V]):
         self._num_updates[variant] = 0
         self._adopted.discard(variant)
 
-    def update(self, variant: V, seconds: float) -> None:
-        """Mix one measurement, in seconds, into the variant's cost."""
+    def update(self, variant: V, seconds: float, work: Work | None = None) -> None:
+        """Mix one measurement, in seconds, into the variant's cost; ``work``: what the call did, if not all of the variant's."""
+        if work is not None and len(self._seconds) >= len(work):
+            whole, done = np.dot(self._fitted, self._work(variant)), np.dot(self._fitted, work)
+            seconds *= float(np.clip(whole / max(done, MIN_SECONDS), 1 / MOST_SCALED, MOST_SCALED))
         self._num_updates[variant] = self._num_updates.get(variant, 0) + 1
         if variant not in self._seconds:
             guess = self(variant) if len(self._seconds) >= len(variant.work) else seconds
@@ -148,35 +160,42 @@ class CostModel(Generic[V]):
         others = {other: seconds for other, seconds in self.stable.items() if other != variant}
         if self.is_stable(variant) or len(others) < len(variant.work):
             return known
-        return min(known, _estimate(variant, others, _fit(others)))
+        return min(known, self._estimated(variant, others, self._fit(others)))
 
     def _estimate(self, variant: V) -> float:
         if not self._seconds:
-            return float(np.dot(variant.work, variant.WORK_SECONDS))
+            return float(np.dot(self._work(variant), variant.WORK_SECONDS))
+        return self._estimated(variant, self._seconds, self._fitted)
+
+    @property
+    def _fitted(self) -> NDArray[np.float64]:
+        """The seconds of each part of a call, fitted to all that is known."""
         if self._parts is None:
-            self._parts = _fit(self._seconds)
-        return _estimate(variant, self._seconds, self._parts)
+            self._parts = self._fit(self._seconds)
+        return self._parts
+
+    def _estimated(self, variant: V, seconds: Mapping[V, float], parts: NDArray[np.float64]) -> float:
+        """Return the cost of a variant by those of others, and by the seconds of each part that were fitted to them."""
+        fitted = float(np.dot(self._work(variant), parts))
+        alike = [known for known in seconds if known.rows == variant.rows]
+        if alike:
+            nearest = min(alike, key=lambda known: self._distance(known, variant))
+            known = seconds[nearest]
+            fitted = max(known + fitted - float(np.dot(self._work(nearest), parts)), known * LEAST_OF_NEAREST)
+        return max(fitted, MIN_SECONDS)
+
+    def _distance(self, known: V, variant: V) -> list[float]:
+        """Return how much two variants differ in each part, the last part first."""
+        parts = zip(self._work(known)[::-1], self._work(variant)[::-1], strict=True)
+        return [abs(one - other) for one, other in parts]
+
+    def _fit(self, seconds: Mapping[V, float]) -> NDArray[np.float64]:
+        return _fit({variant: self._work(variant) for variant in seconds}, seconds)
 
 
-def _estimate(variant: V, seconds: Mapping[V, float], parts: NDArray[np.float64]) -> float:
-    """Return the cost of a variant by those of others, and by the seconds of each part that were fitted to them."""
-    fitted = float(np.dot(variant.work, parts))
-    alike = [known for known in seconds if known.rows == variant.rows]
-    if alike:
-        nearest = min(alike, key=lambda known: _distance(known, variant))
-        known = seconds[nearest]
-        fitted = max(known + fitted - float(np.dot(nearest.work, parts)), known * LEAST_OF_NEAREST)
-    return max(fitted, MIN_SECONDS)
-
-
-def _distance(known: ProgramVariant, variant: ProgramVariant) -> list[float]:
-    """Return how much two variants differ in each part, the last part first."""
-    return [abs(one - other) for one, other in zip(known.work[::-1], variant.work[::-1], strict=True)]
-
-
-def _fit(seconds: Mapping[V, float]) -> NDArray[np.float64]:
+def _fit(works: Mapping[V, Work], seconds: Mapping[V, float]) -> NDArray[np.float64]:
     """Return the seconds of each part of a call, ``[n]``, fitted to measured seconds per call by relative errors."""
-    work = np.array([variant.work for variant in seconds])
+    work = np.array(list(works.values()))
     values = np.array(list(seconds.values()))
     if len(values) < work.shape[1]:
         guess = np.array(next(iter(seconds)).WORK_SECONDS)

@@ -18,7 +18,7 @@ from .model import CostModel
 
 logger = logging.getLogger(__name__)
 
-FAR_KV_LEN, MANY_ROWS = 1024, 256
+FAR_KV_LEN, FAR_RATIO, MANY_ROWS = 1024, 4, 256
 MAX_SECONDS = 0.15
 """Longest call that is measured, in seconds: arriving requests wait for it. Calls cannot be cancelled, because the CPU plugin
 then fails in later calls of the same program with other sizes (docs/decisions.md)."""
@@ -304,7 +304,7 @@ def worth_measuring(variants: Iterable[Variant]) -> list[Variant]:
     """Return the variants from which the costs of all others follow, those that are used most first.
 
     These are, of every number of rows, prompts without a past, decoding, and mixed calls with the most sequences. The last two
-    and prompts of up to ``MANY_ROWS`` rows are measured over few and over ``FAR_KV_LEN`` slots.
+    and prompts of up to ``MANY_ROWS`` rows are measured over few slots, and over ``FAR_KV_LEN`` or ``FAR_RATIO`` times as many.
     """
     known = [variant for variant in variants if variant.num_logits == variant.sequences]
     most: dict[int, int] = {}
@@ -320,7 +320,7 @@ def worth_measuring(variants: Iterable[Variant]) -> list[Variant]:
         seen = [kv_len for kv_len in kv_lens[variant.rows, variant.sequences] if kv_len]
         if not seen or variant.kv_len not in (
             seen[0],
-            next((kv_len for kv_len in seen if kv_len >= FAR_KV_LEN), seen[-1]),
+            next((kv_len for kv_len in seen if kv_len >= max(FAR_KV_LEN, FAR_RATIO * seen[0])), seen[-1]),
         ):
             return None
         if variant.rows == variant.sequences:

@@ -266,7 +266,7 @@ class ModelRunner:
                 for segment, lines, count in zip(segments, logits, accepted, strict=True)
             ]
         stored = self.cache.commit(step, buffers, accepted)
-        self.costs.update(variant, seconds)
+        self.costs.update(variant, seconds, buffers.work)
         self.probe.note_call(variant)
         results = tuple(map(SegmentResult, logits, best, accepted, stored))
         paused = (0.0, 0) if flight is None else (flight.paused_seconds, flight.num_inserted)

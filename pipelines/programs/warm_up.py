@@ -55,6 +55,8 @@ def make_runner(
         programs.compiled, lambda variant, compiled: bind(compiled, shape, cache, StepBuffers(variant, pool))
     )
     costs = warm_up(bound, programs.costs, on_progress, programs.kept_costs)
+    if shape.page_size:
+        costs.weigh_by(lambda variant: variant.work_in_pages)
     return ModelRunner(cache, bound, costs, planned, inserted=_inserted(programs, variants, host))
 
 

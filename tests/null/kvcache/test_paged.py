@@ -190,7 +190,9 @@ def test_a_call_without_a_request_is_as_large_as_its_variant_and_writes_to_no_se
     buffers.stand_in()
     tables, counts = paged.pool.pages.arrays(), np.diff(paged.pool.pages.arrays()["subsequence_begins"])
     assert (counts.sum(), len(counts), paged.pool.pages.num_logits) == (variant.rows, variant.sequences, variant.num_logits)
-    assert variant.kv_len - PAGE * variant.sequences < tables["past_lens"].sum() <= variant.kv_len
+    assert 0 <= variant.past_in_pages - tables["past_lens"].max() < PAGE
+    work = np.array(paged.pool.pages.work)
+    np.testing.assert_allclose(work, variant.work_in_pages, atol=PAGE * variant.rows)
     (num_pages, *_) = paged.cache.arena.state_view(0).shape
     for index, (past, count) in enumerate(zip(tables["past_lens"], counts, strict=True)):
         pages = tables["block_indices"][slice(*tables["block_indices_begins"][index : index + 2])]
