@@ -58,7 +58,7 @@ DECODER: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
 """Lowers a stateful model to a pure function. The sizes of a variant are set afterwards, by ``LoweredModel``."""
 DECODER_PAGED: PassPipeline[PagedGraph, LoweringOptions] = PassPipeline(
     (
-        Pass("page_attention", lambda graph, options: page_attention(graph, options.kv_type)),
+        Pass("page_attention", lambda graph, options: page_attention(graph, options.kv_type, options.max_len)),
         Pass("prove_rows", lambda graph, options: prove_rows(graph, options.max_len)),
         Pass("prove_pages", lambda graph, options: prove_pages(graph)),
         Pass("narrow_attention", lambda graph, options: narrow_attention(graph, options.narrows_attention)),

@@ -84,7 +84,8 @@ class PageTables:
     def work(self) -> Work:
         """What the call does, in the parts of ``Variant.work_in_pages``."""
         num_rows, num, *_ = self.sizes
-        past, rows = self._begins[0, :num], np.diff(self._begins[1, : num + 1])
+        past = self._begins[0, :num]
+        rows = np.diff(self._begins[1, : num + 1])
         return 1.0, num_rows, float(rows @ (past + rows / 2)), int(past.sum()), self.num_logits
 
     @property

@@ -131,13 +131,14 @@ class _RowScales:
         self._scales = scales
         self._picks = graph.parameter(LOGIT_ROWS)
         self._is_paged = bool(graph.page_size)
-        self._known: dict[tuple[tuple[int, ...], bool, bool], ov.Node] = {}
+        self._known: dict[tuple[tuple[int, ...], bool, bool, bool], ov.Node] = {}
 
     def of(self, group: AdaptedGroup, producer: ov.Output) -> ov.Node:
         """Return the factors for the rows of ``producer``, ``[1, rows, rank]``, or ``[rows, rank]`` like ``producer``."""
         is_picked = self._is_picked(producer)
         is_flat = len(producer.get_partial_shape()) == 2
-        key = (group.columns, is_picked, is_flat)
+        is_batch = self._is_paged and not is_picked and producer.get_partial_shape()[0].is_dynamic
+        key = (group.columns, is_picked, is_flat, is_batch)
         if key not in self._known:
             found = self._scales
             if is_picked:  # the head reads only the rows that get logits
@@ -145,7 +146,7 @@ class _RowScales:
             found = ops.gather(found, np.array(group.columns, np.int64), np.int64(2))
             if is_flat:
                 found = ops.reshape(found, np.array([-1, group.rank]), special_zero=False)
-            elif self._is_paged and not is_picked:  # its rows are a batch of sequences of one token
+            elif is_batch:  # its rows are a batch of sequences of one token
                 found = ops.reshape(found, np.array([-1, 1, group.rank]), special_zero=False)
             self._known[key] = found
         return self._known[key]

@@ -32,8 +32,11 @@ def select_logits(graph: StepGraph) -> None:
     port = head.input(0) if head is not None else result.input(0)
     rows = graph.add_parameter(LOGIT_ROWS, ov.PartialShape([-1]), ov.Type.i64)
     hidden = port.get_source_output()
-    picked = ops.gather(hidden, rows, ops.constant(np.int64(0 if graph.page_size else TOKEN_AXIS)))
-    if graph.page_size:  # its rows are a batch of sequences of one token
+    is_batch = (
+        graph.page_size and hidden.get_partial_shape()[0].is_dynamic
+    )  # rows are a batch of sequences of one token
+    picked = ops.gather(hidden, rows, ops.constant(np.int64(0 if is_batch else TOKEN_AXIS)))
+    if graph.page_size:
         picked = ops.reshape(picked, np.array([1, -1, _width(hidden)], np.int64), special_zero=False)
     picked.set_friendly_name("picked_rows")
     port.replace_source_output(picked.output(0))

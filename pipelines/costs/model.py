@@ -122,8 +122,9 @@ class CostModel(Generic[V]):
     def update(self, variant: V, seconds: float, work: Work | None = None) -> None:
         """Mix one measurement, in seconds, into the variant's cost; ``work``: what the call did, if not all of the variant's."""
         if work is not None and len(self._seconds) >= len(work):
-            whole, done = np.dot(self._fitted, self._work(variant)), np.dot(self._fitted, work)
-            seconds *= float(np.clip(whole / max(done, MIN_SECONDS), 1 / MOST_SCALED, MOST_SCALED))
+            done = max(float(np.dot(self._fitted, work)), MIN_SECONDS)
+            scale = float(np.dot(self._fitted, self._work(variant))) / done
+            seconds *= min(max(scale, 1 / MOST_SCALED), MOST_SCALED)
         self._num_updates[variant] = self._num_updates.get(variant, 0) + 1
         if variant not in self._seconds:
             guess = self(variant) if len(self._seconds) >= len(variant.work) else seconds

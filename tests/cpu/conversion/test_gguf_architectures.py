@@ -88,19 +88,33 @@ def test_an_architecture_computes_what_the_file_says(name, file_of):
     assert np.abs(found - expected).max() <= 2e-5 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("programs", ["shared", "paged"])
 @pytest.mark.parametrize("name", EACH)
-def test_static_programs_give_the_best_tokens(name, file_of):
+def test_static_programs_give_the_best_tokens(name, programs, file_of):
     """A prompt of several chunks, then one that begins like it."""
+    if (name, programs) == ("gemma2", "paged"):
+        pytest.skip("its scores are capped by operations that the plugin's paged attention does not take")
     path = file_of(name)
     reference = Reference(path)
     sizes = {"MAX_PROMPT_LEN": 64, "MIN_RESPONSE_LEN": 16, "PREFILL_ROWS": (16,), "MAX_NUM_SEQS": 2}
-    with StaticLLMPipeline(path, "CPU", **sizes, **EXACT) as pipe:
+    with StaticLLMPipeline(path, "CPU", PROGRAMS=programs, **sizes, **EXACT) as pipe:
         for prompt in (TOKENS[:50], [*TOKENS[:40], *TOKENS[60:70]]):
             found = list(pipe.generate(np.array([prompt]), max_new_tokens=6, ignore_eos=True).tokens[0])
             assert len(found) == 6
             logits = reference.logits([*prompt, *found[:-1]])[len(prompt) - 1 :]
             for token, best in zip(found, logits, strict=True):
                 assert best[token] >= best.max() - 1e-4 * np.abs(best).max()
+
+
+def test_windows_that_are_longer_than_a_proof_are_found(tmp_path):
+    """The plugin's transformation does not see the windows of these graphs; a row far behind one has other values without it."""
+    path = tmp_path / "model.gguf"
+    write_random(path, "llama", keys={"attention.sliding_window": 100})
+    prompt = np.random.default_rng(6).integers(0, 500, 150).tolist()
+    expected = Reference(path).logits(prompt)[-1]
+    with StaticLLMPipeline(path, "CPU", PROGRAMS="paged", MAX_PROMPT_LEN=256, **EXACT) as pipe:
+        (token,) = pipe.generate(np.array([prompt]), max_new_tokens=1, ignore_eos=True).tokens[0]
+        assert expected[token] >= expected.max() - 1e-4 * np.abs(expected).max()
 
 
 def test_the_context_ends_where_queries_are_scaled_by_their_positions(file_of):

@@ -30,7 +30,7 @@ def read(folder):
 def paged(folder):
     model = read(folder)
     graph = PagedGraph(model.clone(), original=model)
-    page_attention(graph, "f32")
+    page_attention(graph, "f32", 2048)
     return graph
 
 

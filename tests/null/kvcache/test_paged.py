@@ -189,7 +189,11 @@ def test_a_call_without_a_request_is_as_large_as_its_variant_and_writes_to_no_se
     paged.pool.pages.idle_page = paged.cache.idle_page
     buffers.stand_in()
     tables, counts = paged.pool.pages.arrays(), np.diff(paged.pool.pages.arrays()["subsequence_begins"])
-    assert (counts.sum(), len(counts), paged.pool.pages.num_logits) == (variant.rows, variant.sequences, variant.num_logits)
+    assert (counts.sum(), len(counts), paged.pool.pages.num_logits) == (
+        variant.rows,
+        variant.sequences,
+        variant.num_logits,
+    )
     assert 0 <= variant.past_in_pages - tables["past_lens"].max() < PAGE
     work = np.array(paged.pool.pages.work)
     np.testing.assert_allclose(work, variant.work_in_pages, atol=PAGE * variant.rows)
