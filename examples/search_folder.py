@@ -84,7 +84,8 @@ class FolderIndex:
 
     def search(self, question: str, reranker: str | None) -> list[dict[str, Any]]:
         """Return the best piece of each of the best files, the best first."""
-        found = self.table.search(self.embed([question], "query")[0]).distance_type("cosine").limit(PIECES).to_list()
+        query: Any = self.table.search(self.embed([question], "query")[0])  # by its type, it may be one of another kind
+        found = query.distance_type("cosine").limit(PIECES).to_list()
         if reranker and found:
             body = {"model": reranker, "query": question, "documents": [each["text"] for each in found[:RERANKED]]}
             answer: Any = self.client.post("/rerank", body=body, cast_to=object)
