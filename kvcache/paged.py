@@ -55,9 +55,8 @@ class PagedArena(Arena):
             view[(slice(None), slice(None), *self._places(slots))] = 0
 
     def _places(self, slots: slice | Array) -> tuple[slice | Array, ...]:
-        if isinstance(slots, slice):
-            slots = np.arange(slots.start, slots.stop)
-        return slots // self.page_size, slots % self.page_size
+        places = np.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
+        return places // self.page_size, places % self.page_size
 
     def _views_at(self, stride: int) -> list[Array]:
         """Return the slots of each group: ``[n, heads, pages, page_size, head_dim]``."""

@@ -166,7 +166,7 @@ def for_all_rows(
             probe.seconds(MANY_ROWS, candidates), probe.seconds(1, candidates, is_cold=True), strict=True
         )
     )
-    return dict.fromkeys(phases, candidates[1]) if exact * NOT_SLOWER < usual else found
+    return {part: dict(candidates[1]) for part in phases} if exact * NOT_SLOWER < usual else found
 
 
 @dataclass(frozen=True)
