@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -116,9 +117,10 @@ class EncoderRunner:
         known: Mapping[EncoderVariant, float] | None = None,
         on_progress: OnProgress = lambda event: None,
     ) -> None:
-        """Run every variant, so that its cost is known; the least of ``num_runs`` runs counts.
+        """Run every program, so that costs are known; the least of ``num_runs`` runs counts.
 
-        ``on_progress`` gets an event after each variant.
+        Of the variants that share a program, those run whose rows double; the costs of the others follow from theirs until they
+        run. ``on_progress`` gets an event after each variant.
 
         Args:
             known: Seconds per call that need not be measured again.
@@ -126,7 +128,7 @@ class EncoderRunner:
         for variant, seconds in (known or {}).items():
             if variant in self._compiled:
                 self.costs.set(variant, seconds)
-        variants = (*self.variants, *self._continuing_to_measure())
+        variants = (*self._whole_to_measure(), *self._continuing_to_measure())
         for index, variant in enumerate(variants, 1):
             event = ProgressEvent("warm-up", index, len(variants), 0.0, variant)
             begin = time.perf_counter()
@@ -232,6 +234,23 @@ class EncoderRunner:
             self.costs.set(variant, seconds)
         else:
             self.costs.update(variant, seconds)
+
+    def _whole_to_measure(self) -> list[EncoderVariant]:
+        """Return the variants of which each is the only one of its program, or has twice the rows of the one before, or the most.
+
+        Of several sequences, the fewest are enough.
+        """
+        last: dict[int, int] = {}
+        found = list[EncoderVariant]()
+        num_alike = Counter(id(self._compiled[variant]) for variant in self.variants)
+        for variant in self.variants:
+            program = id(self._compiled[variant])
+            size = variant.batch * variant.rows
+            is_large = variant.batch == 1 and variant.rows == self.max_rows
+            if num_alike[program] == 1 or is_large or (variant.batch <= 2 and size >= 2 * last.get(program, 0)):
+                found.append(variant)
+                last[program] = size
+        return found
 
     def _continuing_to_measure(self) -> list[EncoderVariant]:
         """Return a variant with few rows after few tokens, one with the most rows after them, and one of a second chunk."""
