@@ -66,14 +66,18 @@ def lower(
     return LoweredModel(graph, _shape_of(graph), reports, passes.variant_passes)
 
 
-def lower_paged(model: ov.Model, options: LoweringOptions) -> LoweredModel:
+def lower_paged(model: ov.Model, options: LoweringOptions, is_proven: bool = False) -> LoweredModel:
     """Lower a copy of a model to a program over pages of KV slots.
+
+    Args:
+        is_proven: Whether an earlier run has compared the result with the model.
 
     Raises:
         UnsupportedModelError: it is not taken, or its numbers differ from the model's.
     """
     graph = PagedGraph(model.clone(), original=model)
-    passes = with_adapters(DECODER_PAGED) if options.adapters else DECODER_PAGED
+    passes = DECODER_PAGED.without("prove_pages") if is_proven else DECODER_PAGED
+    passes = with_adapters(passes) if options.adapters else passes
     reports = passes.run(graph, options)
     return LoweredModel(graph, _shape_of(graph), reports)
 

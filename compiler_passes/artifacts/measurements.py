@@ -27,6 +27,7 @@ from .manifest import MAX_ENTRIES, cost_from_json, cost_to_json
 
 PROBES = "staticllm-probes-"
 """Prefix of the probe files in a cache folder."""
+PROOFS = "proofs.json"
 SCHEMA = 1
 MAX_BYTES = 4 << 20
 MAX_PROBES = 256
@@ -79,6 +80,12 @@ class CostsPlace:
     folder: Path
     fingerprint: Fingerprint
     key: bytes = b""
+
+    @property
+    def proofs(self) -> MeasurementFile:
+        """What an earlier load has proved of the lowered model."""
+        subject = _digest_of({"fingerprint": self.fingerprint.to_json(), "proofs": True})
+        return MeasurementFile(self.folder / PROOFS, subject, self.key)
 
     def costs_of(self, kind: type[V], options: CompileOptions) -> KeptCosts[V]:
         """Return the costs of programs that were compiled with ``options``, whose variants are of type ``kind``."""

@@ -305,7 +305,7 @@ def _paged_plan(job: DecoderJob, opened: OpenedModel, options: LoweringOptions) 
         if found is None:
             raise UnsupportedModelError("page_attention", "slots in pages have the type in which attention computes")
         options = replace(options, kv_type=found.kv_type, narrows_attention=found.narrows_attention)
-        lowered = lower_paged(opened.model, options)
+        lowered = lower_paged(opened.model, options, job.is_proven)
     except UnsupportedModelError as error:
         if config.programs == "paged":
             raise

@@ -249,6 +249,8 @@ class LoadJob(Generic[K_co]):
     """Whether its engine serves while deferred programs are loaded; else all programs of a blob set are imported at once."""
     has_blobs: bool = False
     """Whether its programs will be exported."""
+    is_proven: bool = False
+    """Whether an earlier load has compared the lowered graph with the original, which is then not run again."""
 
     @property
     def weights(self) -> Path:

@@ -33,6 +33,10 @@ from .import_set import import_set
 from .kind import Job, Loaded, LoadJob, R
 
 
+PROVEN = {"pages": True}
+"""What is kept of a proof."""
+
+
 def load(
     models_path: str | os.PathLike[str],
     device: str,
@@ -173,13 +177,18 @@ def _without_blobs(entry: CacheEntry[V, S, R]) -> Loaded[V, S, R] | None:
     job = entry.job
     if entry.folder.is_dir() or not job.kind.may_have_no_blobs(job):
         return None
-    plan = job.kind.plan(job)
+    place = replace(entry.costs_place, folder=entry.cache.folder / f"costs-{entry.key}")
+    with suppress(OSError):  # a cache that cannot be written is only read
+        entry.cache.folder.mkdir(parents=True, exist_ok=True)
+    is_proven = place.proofs.read() == PROVEN
+    plan = job.kind.plan(replace(job, is_proven=is_proven))
     if plan.options.layout != "paged":
         return None
-    folder = entry.cache.folder / f"costs-{entry.key}"
-    with suppress(OSError):  # a cache that cannot be written is only read
-        folder.mkdir(parents=True, exist_ok=True)
-    return _compile(job, replace(entry.costs_place, folder=folder), plan)
+    with suppress(OSError):
+        place.folder.mkdir(exist_ok=True)
+    if not is_proven:
+        place.proofs.write(PROVEN)
+    return _compile(job, place, plan)
 
 
 def _compile(

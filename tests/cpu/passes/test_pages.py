@@ -118,6 +118,26 @@ def test_the_passes_run_without_the_proof_too(zoo):
     assert [report.name for report in shorter.run(graph, OPTIONS)] == [entry.name for entry in shorter.passes]
 
 
+def test_a_second_start_from_a_cache_proves_nothing_again(zoo, tmp_path, monkeypatch):
+    """Unless what is kept of the proof is damaged; the programs compute the same either way."""
+    calls = []
+
+    def counted(graph):
+        calls.append(graph)
+        prove_pages(graph)
+
+    monkeypatch.setattr("staticllm.compiler_passes.decoder.prove_pages", counted)
+    found = []
+    for turn in range(4):
+        with StaticLLMPipeline(zoo / "llama", "CPU", CACHE_DIR=str(tmp_path), MAX_PROMPT_LEN=64) as pipe:
+            found.append(pipe.generate(np.arange(8, 40), max_new_tokens=4, ignore_eos=True).tokens[0])
+        (kept,) = tmp_path.glob("costs-*/proofs.json")
+        if turn == 1:
+            kept.write_text(kept.read_text(encoding="utf-8").replace("true", "false"), encoding="utf-8")
+        assert len(calls) == (1, 1, 2, 2)[turn]
+    assert all(tokens == found[0] for tokens in found)
+
+
 def test_measuring_costs_between_two_turns_changes_neither(zoo, original):
     """Calls without a request are as large as they say, and write to no page of a sequence."""
     prompt = np.random.default_rng(4).integers(8, 1000, 100).tolist()
