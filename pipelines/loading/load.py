@@ -32,7 +32,6 @@ from .export import SetPlace, compile_for_export, export_target, plan_for_export
 from .import_set import import_set
 from .kind import Job, Loaded, LoadJob, R
 
-
 PROVEN = {"pages": True}
 """What is kept of a proof."""
 
