@@ -206,8 +206,10 @@ class ChatKind(ServedKind):
         return pipeline.config.max_seq_len
 
     def planned_len(self, path: Path, device: str, properties: Mapping[str, object]) -> int | None:
-        del path
-        return resolve_candidates(device, dict(properties), {})[0].config.max_seq_len
+        first = resolve_candidates(device, dict(properties), {})[0]
+        if not (path / MODEL_XML).is_file():  # what a file is converted to says how long a text may be
+            return None
+        return job_of(path, first.device, first.config, explicit=first.explicit).config.max_seq_len
 
     def fits(self, model: ov.Model, directory: Path) -> bool:
         return DecoderKind.fits(model, directory)
