@@ -51,7 +51,7 @@ class FolderIndex:
         width = len(self.embed(["How many numbers?"], "query")[0])
         texts = [(name, pa.string()) for name in ("file", "stamp", "title", "text")]
         self.schema = pa.schema([*texts, ("number", pa.int32()), ("vector", pa.list_(pa.float32(), width))])
-        self.table = lancedb.connect(store).create_table(f"pieces_{width}", schema=self.schema, exist_ok=True)
+        self.table: Any = lancedb.connect(store).create_table(f"pieces_{width}", schema=self.schema, exist_ok=True)
 
     def embed(self, texts: list[str], kind: str) -> list[list[float]]:
         more = {"input_type": kind} | ({"service_tier": "flex"} if kind == "document" else {})  # nobody waits for these
@@ -84,8 +84,7 @@ class FolderIndex:
 
     def search(self, question: str, reranker: str | None) -> list[dict[str, Any]]:
         """Return the best piece of each of the best files, the best first."""
-        query: Any = self.table.search(self.embed([question], "query")[0])  # by its type, it may be one of another kind
-        found = query.distance_type("cosine").limit(PIECES).to_list()
+        found = self.table.search(self.embed([question], "query")[0]).distance_type("cosine").limit(PIECES).to_list()
         if reranker and found:
             body = {"model": reranker, "query": question, "documents": [each["text"] for each in found[:RERANKED]]}
             answer: Any = self.client.post("/rerank", body=body, cast_to=object)

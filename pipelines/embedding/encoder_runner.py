@@ -138,10 +138,10 @@ class EncoderRunner:
 
     def _measure_first_runs(self, variant: EncoderVariant, num_runs: int) -> None:
         program = self.program_of(variant)
-        seconds = attended(program.run)  # the first run prepares
+        seconds = attended(program.run)  # the first run prepares, and that of a program packs its weights
         if variant in self.costs.measured:
             return
-        if seconds < VERY_SLOW_RUN:
+        if seconds < VERY_SLOW_RUN or not self.costs.measured:
             seconds = min(attended(program.run) for _ in range(num_runs if seconds < SLOW_RUN else 1))
         self.costs.set(variant, seconds)
 

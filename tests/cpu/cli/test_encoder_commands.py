@@ -130,7 +130,9 @@ def test_plan_estimates_memory_and_reads_seconds_from_a_cache(encoder, tmp_path)
     StaticEmbeddingPipeline(encoder, "CPU", CACHE_DIR=cache).close()
     known = json.loads(run("plan", encoder, "--json", "-p", f"CACHE_DIR={cache}"))
     assert known["seconds_source"] == "kept in the cache"
-    assert all(variant["seconds"] > 0 for variant in known["variants"])
+    measured = [variant for variant in known["variants"] if variant["seconds"] is not None]
+    assert all(variant["seconds"] > 0 for variant in measured)
+    assert 1 < len(measured) < len(known["variants"]), "sizes that share a program run as their rows double"
     assert "tokens/s" in run("plan", encoder, "--measured")
     npu = json.loads(run("plan", encoder, "--json", "--device", "NPU"))
     assert npu["num_programs"] == len(npu["variants"])
