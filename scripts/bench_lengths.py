@@ -152,9 +152,8 @@ def clients(figures: Figures, options: argparse.Namespace) -> None:
             for every in (0.0, options.every):
                 for count in options.clients if length < 4000 else [each for each in options.clients if each <= 8]:
                     for seed, name, worker in in_turns(workers, options.rounds) if not every or count > 1 else ():
-                        found = worker.do(
-                            "crowd", count=count, length=length, seed=100 * count + seed, every=every
-                        )  # no prompt of another row: who reuses prefixes would have less to do
+                        own = 100 * count + seed  # no prompt of another row: who reuses prefixes would have less to do
+                        found = worker.do("crowd", count=count, length=length, seed=own, every=every)
                         for measure, value in found.items() if seed else ():
                             row = f"{length} × {count}{f' every {every:g} s' if every else ''}, {measure}"
                             figures.add(f"clients {row}" if measure == RATE else row, name, value)

@@ -28,6 +28,7 @@ from .manifest import MAX_ENTRIES, cost_from_json, cost_to_json
 PROBES = "staticllm-probes-"
 """Prefix of the probe files in a cache folder."""
 PROOFS = "proofs.json"
+"""The file of ``CostsPlace.proofs``."""
 SCHEMA = 1
 MAX_BYTES = 4 << 20
 MAX_PROBES = 256

@@ -32,9 +32,8 @@ def select_logits(graph: StepGraph) -> None:
     port = head.input(0) if head is not None else result.input(0)
     rows = graph.add_parameter(LOGIT_ROWS, ov.PartialShape([-1]), ov.Type.i64)
     hidden = port.get_source_output()
-    is_batch = (
-        graph.page_size and hidden.get_partial_shape()[0].is_dynamic
-    )  # rows are a batch of sequences of one token
+    # over pages, rows are a batch of sequences of one token, or one sequence by constant shapes
+    is_batch = graph.page_size and hidden.get_partial_shape()[0].is_dynamic
     picked = ops.gather(hidden, rows, ops.constant(np.int64(0 if is_batch else TOKEN_AXIS)))
     if graph.page_size:
         picked = ops.reshape(picked, np.array([1, -1, _width(hidden)], np.int64), special_zero=False)
