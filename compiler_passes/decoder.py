@@ -56,17 +56,25 @@ DECODER: PassPipeline[StepGraph, LoweringOptions] = PassPipeline(
     )
 )
 """Lowers a stateful model to a pure function. The sizes of a variant are set afterwards, by ``LoweredModel``."""
-DECODER_PAGED: PassPipeline[PagedGraph, LoweringOptions] = PassPipeline(
+PAGED: PassPipeline[PagedGraph, LoweringOptions] = PassPipeline(
+    (Pass("page_attention", lambda graph, options: page_attention(graph, options.kv_type, options.max_len)),)
+)
+"""Lowers a stateful model to a function over pages, for the CPU. Where it cannot, ``DECODER`` can."""
+PAGED_PROOFS: PassPipeline[PagedGraph, LoweringOptions] = PassPipeline(
     (
-        Pass("page_attention", lambda graph, options: page_attention(graph, options.kv_type, options.max_len)),
         Pass("prove_rows", lambda graph, options: prove_rows(graph, options.max_len)),
         Pass("prove_pages", lambda graph, options: prove_pages(graph)),
+    )
+)
+"""Compares what ``PAGED`` has made with the model, and changes neither."""
+PAGED_FORMS: PassPipeline[PagedGraph, LoweringOptions] = PassPipeline(
+    (
         Pass("narrow_attention", lambda graph, options: narrow_attention(graph, options.narrows_attention)),
         Pass("select_logits", lambda graph, options: select_logits(graph)),
         Pass("merge_projections", lambda graph, options: merge_projections(graph)),
     )
 )
-"""Lowers a stateful model to a function over pages, for the CPU. Where it cannot, ``DECODER`` can."""
+"""Gives what ``PAGED`` has made the form that is fast."""
 DECODER_UNMERGED = DECODER.without("merge_projections")
 """The same for devices on which merged projections are not faster."""
 DECODER_EMBEDDER = DECODER.replace(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import openvino as ov
 
@@ -10,7 +12,7 @@ from staticllm.core import KEY_POSITIONS, ModelShape, Variant
 from staticllm.errors import UnsupportedModelError
 from staticllm.ports import EMBEDDINGS, LOGITS, POSITION_IDS, input_names
 
-from .decoder import DECODER, DECODER_PAGED, with_adapters
+from .decoder import DECODER, PAGED, PAGED_FORMS, PAGED_PROOFS, with_adapters
 from .graph.check_graph import check_inputs, check_static
 from .graph.paged_graph import PagedGraph
 from .graph.step_graph import StepGraph
@@ -32,6 +34,8 @@ class LoweredModel:
     shape: ModelShape
     reports: tuple[PassReport, ...]
     variant_passes: tuple[VariantPass[StepGraph], ...] = ()
+    proof: Callable[[], object] | None = None
+    """Compares the graph with the model, unless that was done; raises ``UnsupportedModelError`` if they differ."""
 
     def specialise(self, variant: Variant, is_static: bool = True) -> ov.Model:
         """Return the model of one variant's program, after the passes of its sizes.
@@ -66,20 +70,22 @@ def lower(
     return LoweredModel(graph, _shape_of(graph), reports, passes.variant_passes)
 
 
-def lower_paged(model: ov.Model, options: LoweringOptions, is_proven: bool = False) -> LoweredModel:
+def lower_paged(model: ov.Model, options: LoweringOptions, is_proven: bool = True) -> LoweredModel:
     """Lower a copy of a model to a program over pages of KV slots.
 
     Args:
-        is_proven: Whether an earlier run has compared the result with the model.
+        is_proven: Whether the result is compared with the model before it is returned; else its ``proof`` does that.
 
     Raises:
         UnsupportedModelError: it is not taken, or its numbers differ from the model's.
     """
     graph = PagedGraph(model.clone(), original=model)
-    passes = DECODER_PAGED.without("prove_pages") if is_proven else DECODER_PAGED
-    passes = with_adapters(passes) if options.adapters else passes
-    reports = passes.run(graph, options)
-    return LoweredModel(graph, _shape_of(graph), reports)
+    reports = PAGED.run(graph, options)
+    proof = partial(PAGED_PROOFS.run, PagedGraph(graph.model.clone(), original=model), options)
+    if is_proven:
+        reports += proof()
+    reports += (with_adapters(PAGED_FORMS) if options.adapters else PAGED_FORMS).run(graph, options)
+    return LoweredModel(graph, _shape_of(graph), reports, proof=None if is_proven else proof)
 
 
 def _shape_of(graph: StepGraph) -> ModelShape:

@@ -67,21 +67,6 @@ class ProbeTimes(Protocol):
         """Add the seconds of a question's candidates."""
 
 
-class ProbeMemory:
-    """Keeps the times of probes as long as it lives, for a model that is calibrated in two parts."""
-
-    def __init__(self) -> None:
-        self._times: dict[str, list[float]] = {}
-
-    def times(self, question: str, count: int) -> list[float] | None:
-        """Return the seconds of the ``count`` candidates of a question, if they are known."""
-        found = self._times.get(question)
-        return list(found) if found is not None and len(found) == count else None
-
-    def add(self, question: str, seconds: Sequence[float]) -> None:
-        self._times[question] = list(seconds)
-
-
 @dataclass(frozen=True)
 class Calibration:
     """The properties of each part of a model.

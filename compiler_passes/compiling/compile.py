@@ -114,7 +114,8 @@ class CompilePlan(Generic[V, S]):
     """A model lowered for a device, and every choice that is made before compiling.
 
     ``later`` chooses the options with which some variants get a program of their own while the model serves; None if all programs
-    are compiled with ``options``. ``chains`` compiles programs in blocks, if that is the layout.
+    are compiled with ``options``. ``chains`` compiles programs in blocks, if that is the layout. ``proof`` compares the lowered
+    model with the original while it is compiled, and raises ``UnsupportedModelError`` if they differ; None if that was done.
     """
 
     lowered: Lowered[V, S]
@@ -123,6 +124,7 @@ class CompilePlan(Generic[V, S]):
     weights: MappedWeights
     later: Callable[[], CompileOptions] | None = None
     chains: ChainCompiler = field(default_factory=ChainCompiler)
+    proof: Callable[[], object] | None = None
 
     def restricted(self, variants: Iterable[V]) -> CompilePlan[V, S]:
         """Return the plan for some of its variants only."""

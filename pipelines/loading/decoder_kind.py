@@ -287,7 +287,7 @@ def may_be_paged(job: LoadJob[Any]) -> bool:
     config = job.config
     is_stored = job.has_blobs or config.export_blob or config.blob_path is not None
     is_wanted = config.programs == "paged" or (config.programs == "auto" and config.cross_windows is None)
-    return kind(job.device) == "CPU" and is_wanted and not is_stored
+    return kind(job.device) == "CPU" and is_wanted and not is_stored and job.proof != "failed"
 
 
 def _paged_plan(job: DecoderJob, opened: OpenedModel, options: LoweringOptions) -> DecoderPlan | None:
@@ -305,7 +305,7 @@ def _paged_plan(job: DecoderJob, opened: OpenedModel, options: LoweringOptions) 
         if found is None:
             raise UnsupportedModelError("page_attention", "slots in pages have the type in which attention computes")
         options = replace(options, kv_type=found.kv_type, narrows_attention=found.narrows_attention)
-        lowered = lower_paged(opened.model, options, job.is_proven)
+        lowered = lower_paged(opened.model, options, is_proven=job.proof == "before compiling")
     except UnsupportedModelError as error:
         if config.programs == "paged":
             raise
@@ -313,7 +313,8 @@ def _paged_plan(job: DecoderJob, opened: OpenedModel, options: LoweringOptions) 
         return None
     variants = choose_variants(config, "shared", lowered.shape, "paged")
     compiled = CompileOptions(job.device, "paged", found.kv_type, found.properties)
-    return DecoderPlan(lowered, compiled, variants, opened.weights)
+    proof = lowered.proof if job.proof == "beside compiling" else None
+    return DecoderPlan(lowered, compiled, variants, opened.weights, proof=proof)
 
 
 def _paged_properties(job: DecoderJob, model: ov.Model) -> PagedProperties | None:

@@ -11,7 +11,7 @@ import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Literal, Protocol, TypeAlias, TypeVar
@@ -24,6 +24,7 @@ from staticllm.core import OnProgress, Part, ProgressEvent
 from staticllm.devices import get_core
 from staticllm.errors import ModelError
 from staticllm.model_dir import given_as, read_model, weights_of
+from staticllm.system.cache_folder import user_cache
 from staticllm.system.heap import return_large_blocks
 from staticllm.system.long_calls import attended, told
 from staticllm.system.mapped_weights import MappedWeights
@@ -32,7 +33,7 @@ from ...compiler_passes.artifacts.blob_set import json_properties
 from ...compiler_passes.artifacts.fingerprint import Fingerprint, fingerprint_model, machine_values, with_article
 from ...compiler_passes.artifacts.manifest import Manifest
 from ...compiler_passes.artifacts.measurements import KeptCosts, probes_in
-from ...compiler_passes.compiling.autotune import ProbeMemory, ProbeTimes
+from ...compiler_passes.compiling.autotune import ProbeTimes
 from ...compiler_passes.compiling.chain_compiler import ChainCompiler
 from ...compiler_passes.compiling.compile import CompiledPrograms, CompileOptions, CompilePlan, S, StartWith, V
 from ...compiler_passes.compiling.device_memory import device_allocator
@@ -49,6 +50,8 @@ class MeasuredRunner(Protocol[V]):
     costs: CostModel[V]
 
 
+PROBES = "probes"
+"""The folder of probes in the cache of this user."""
 R = TypeVar("R", bound=MeasuredRunner[Any])
 """The runner of a kind of model."""
 K_co = TypeVar("K_co", bound="ProgramKind[Any, Any, Any]", covariant=True)
@@ -249,8 +252,8 @@ class LoadJob(Generic[K_co]):
     """Whether its engine serves while deferred programs are loaded; else all programs of a blob set are imported at once."""
     has_blobs: bool = False
     """Whether its programs will be exported."""
-    is_proven: bool = False
-    """Whether an earlier load has compared the lowered graph with the original, which is then not run again."""
+    proof: Proof = "before compiling"
+    """When the first layers of a graph in pages are compared with those of the original."""
 
     @property
     def weights(self) -> Path:
@@ -274,6 +277,7 @@ class LoadJob(Generic[K_co]):
 
 Job: TypeAlias = LoadJob[ProgramKind[V, S, R]]
 
+Proof = Literal["before compiling", "beside compiling", "known", "failed"]
 ProgramsFrom = Literal["compiled", "blob", "cache"]
 """Where a loaded model's programs come from."""
 
@@ -304,7 +308,8 @@ class Loaded(Generic[V, S, R]):
 
 
 def probes_of(job: LoadJob[Any]) -> ProbeTimes:
-    """Return the times of probes that need not run again: those in the job's cache, if it has one."""
-    if job.config.cache_dir is None:
-        return ProbeMemory()
-    return probes_in(Path(job.config.cache_dir), get_core(), job.device, job.key)
+    """Return the times of probes that need not run again: those in the job's cache, or else in that of this user."""
+    folder = user_cache() / PROBES if job.config.cache_dir is None else Path(job.config.cache_dir)
+    with suppress(OSError):  # a folder that cannot be made keeps nothing
+        folder.mkdir(parents=True, exist_ok=True)
+    return probes_in(folder, get_core(), job.device, job.key)

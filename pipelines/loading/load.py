@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Collection, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +19,14 @@ from typing import Any
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress
 from staticllm.devices import kind
-from staticllm.errors import BlobError, DeviceError, StaticLLMError, last_line
+from staticllm.errors import BlobError, DeviceError, StaticLLMError, UnsupportedModelError, last_line
+from staticllm.system.threads import ThreadPool
 
 from ...compiler_passes.artifacts.blob_set import check_kind, read_steadily, remove_set
 from ...compiler_passes.artifacts.crashes import check_crashes
 from ...compiler_passes.artifacts.manifest import Manifest
 from ...compiler_passes.artifacts.measurements import CostsPlace
-from ...compiler_passes.compiling.compile import CompilePlan, S, V, compile_all
+from ...compiler_passes.compiling.compile import CompilePlan, S, StartWith, V, compile_all
 from ...compiler_passes.compiling.layout import program_mode
 from .background import DeferredPrograms, SecondProgram
 from .cached import CacheEntry, CacheUnusableError
@@ -32,6 +35,7 @@ from .export import SetPlace, compile_for_export, export_target, plan_for_export
 from .import_set import import_set
 from .kind import Job, Loaded, LoadJob, R
 
+logger = logging.getLogger(__name__)
 PROVEN = {"pages": True}
 """What is kept of a proof."""
 
@@ -180,31 +184,68 @@ def _without_blobs(entry: CacheEntry[V, S, R]) -> Loaded[V, S, R] | None:
     with suppress(OSError):  # a cache that cannot be written is only read
         entry.cache.folder.mkdir(parents=True, exist_ok=True)
     is_proven = place.proofs.read() == PROVEN
-    plan = job.kind.plan(replace(job, is_proven=is_proven))
+    job = replace(job, proof="known" if is_proven else "beside compiling")
+    plan = job.kind.plan(job)
     if plan.options.layout != "paged":
         return None
     with suppress(OSError):
         place.folder.mkdir(exist_ok=True)
+    try:
+        loaded = _compile_plan(job, plan, place)
+    except _DifferentError as error:
+        error.explain(job)
+        return None
     if not is_proven:
         place.proofs.write(PROVEN)
-    return _compile(job, place, plan)
+    return loaded
 
 
-def _compile(
-    job: Job[V, S, R], place: CostsPlace | None = None, plan: CompilePlan[V, S] | None = None
-) -> Loaded[V, S, R]:
+def _compile(job: Job[V, S, R], place: CostsPlace | None = None) -> Loaded[V, S, R]:
     """Compile; no blobs are written. ``place``: where the costs of the programs are kept, if anywhere."""
-    if plan is None:
-        plan = job.kind.plan(job, start="all programs" if job.config.background_compile is False else "one program")
+    job = replace(job, proof="beside compiling")
+    start: StartWith = "all programs" if job.config.background_compile is False else "one program"
+    try:
+        return _compile_plan(job, job.kind.plan(job, start=start), place)
+    except _DifferentError as error:
+        error.explain(job)
+    job = replace(job, proof="failed")
+    return _compile_plan(job, job.kind.plan(job, start=start), place)
+
+
+class _DifferentError(Exception):
+    """A lowered graph computes other numbers than the original; the text says where. Another form of it may not."""
+
+    def explain(self, job: LoadJob[Any]) -> None:
+        """Log the reason, or raise it if the user has asked for this form."""
+        if job.config.programs == "paged":
+            assert self.__cause__ is not None
+            raise self.__cause__
+        logger.info("not in pages: %s", self)
+
+
+def _compile_plan(job: Job[V, S, R], plan: CompilePlan[V, S], place: CostsPlace | None) -> Loaded[V, S, R]:
+    """Compile the programs of a plan, and prove beside it what is left to prove. Raises ``_DifferentError``."""
     if is_staged(job):
         return _compile_staged(job, plan)
     kept = place.costs_of(job.kind.variant, plan.options) if place is not None else None
     with plan.weights.released(), job.kind.memory(job.device, plan.lowered.shape, plan.variants) as memory:
-        programs = compile_all(plan, job.on_progress)
+        with _proving(plan) as proof:
+            programs = compile_all(plan, job.on_progress)
+        try:
+            proof.result()
+        except UnsupportedModelError as error:
+            raise _DifferentError(str(error)) from error
         programs = replace(programs, kept_costs=kept.read() if kept is not None else {})
         runner = job.kind.runner(job, programs, memory)
     deferred = SecondProgram(plan, job.on_progress) if plan.later is not None else None
     return Loaded(runner, programs, job.config, "compiled", deferred, kept_costs=kept)
+
+
+@contextmanager
+def _proving(plan: CompilePlan[V, S]) -> Iterator[Future[object]]:
+    """Run the proof of a plan on a thread of its own beside a block: the compiler uses one core."""
+    with ThreadPool(1, "staticllm-proof") as thread:
+        yield thread.submit(plan.proof or (lambda: None))
 
 
 def _compile_staged(

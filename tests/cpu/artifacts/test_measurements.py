@@ -18,10 +18,14 @@ from staticllm.compiler_passes.artifacts.cache import BlobCache
 from staticllm.compiler_passes.artifacts.fingerprint import bytes_digest
 from staticllm.compiler_passes.artifacts.measurements import CostsPlace, KeptProbes, MeasurementFile, probes_in
 from staticllm.compiler_passes.compiling.compile import CompileOptions
+from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.devices import get_core
 from staticllm.pipelines.costs import probe as cost_probe
 from staticllm.pipelines.costs.probe import worth_measuring
+from staticllm.pipelines.loading import kind
+from staticllm.pipelines.loading.decoder_kind import job_of
+from staticllm.pipelines.loading.kind import probes_of
 from staticllm.system.file_lock import acquire
 
 OPTIONS = CompileOptions("CPU", "shared", "f32", {"prefill": {}, "generate": {}})
@@ -187,6 +191,20 @@ def test_times_of_probes_are_found_again(tmp_path):
     assert again.times("which is slower?", 2) is None
     assert probes_in(tmp_path, get_core(), "CPU", KEY).times("which is faster?", 2) is None
     assert not BlobCache(tmp_path).entries(), "the file is no set"
+
+
+def test_probes_are_kept_for_this_user_where_no_cache_is_given(zoo, tmp_path, monkeypatch):
+    """A folder that cannot be made keeps them for the load alone."""
+    monkeypatch.setattr(kind, "user_cache", lambda: tmp_path / "cache")
+    job = job_of(zoo / "llama", "CPU", StaticLLMConfig())
+    probes_of(job).add("which is faster?", [0.5, 0.25])
+    assert probes_of(job).times("which is faster?", 2) == [0.5, 0.25]
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(kind, "user_cache", lambda: tmp_path / "file")
+    probes = probes_of(job)
+    assert probes.times("which is faster?", 2) is None
+    probes.add("which is faster?", [0.5, 0.25])
+    assert probes.times("which is faster?", 2) == [0.5, 0.25]
 
 
 @pytest.mark.parametrize("times", [[math.nan, 0.1], [-1, 0.1], [0.1], "ab", None, {"0": 1}, [1e9, 1e9], [True, True]])

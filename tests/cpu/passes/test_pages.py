@@ -8,14 +8,15 @@ import pytest
 from openvino import opset13 as ops
 
 from staticllm import StaticLLMPipeline
-from staticllm.compiler_passes.decoder import DECODER_PAGED
+from staticllm.compiler_passes.decoder import PAGED, PAGED_FORMS
 from staticllm.compiler_passes.graph.paged_graph import WINDOW, PagedGraph, paged_attentions, window_of
 from staticllm.compiler_passes.inputs.prove_pages import prove_pages
 from staticllm.compiler_passes.lower import lower_paged
-from staticllm.compiler_passes.pass_pipeline import LoweringOptions, Pass, PassPipeline
+from staticllm.compiler_passes.pass_pipeline import LoweringOptions
 from staticllm.compiler_passes.states.page_attention import page_attention
 from staticllm.devices import get_core
 from staticllm.errors import UnsupportedModelError
+from staticllm.kvcache.paged import PagedKVCache
 from staticllm.pipelines.diagnostics.costs import wait_for_costs
 
 OPTIONS = LoweringOptions(128)
@@ -108,14 +109,32 @@ def test_attention_is_narrowed_to_bf16_and_its_results_are_not(zoo):
         assert reader.get_node().get_output_element_type(0) == ov.Type.f32
 
 
-def test_the_passes_run_without_the_proof_too(zoo):
-    """The list is one of passes like any other: a pipeline without one of them runs the rest."""
-    shorter = DECODER_PAGED.without("prove_pages")
-    assert isinstance(shorter, PassPipeline)
-    assert all(isinstance(entry, Pass) for entry in shorter.passes)
-    model = read(zoo / "llama")
-    graph = PagedGraph(model.clone(), original=model)
-    assert [report.name for report in shorter.run(graph, OPTIONS)] == [entry.name for entry in shorter.passes]
+def test_the_proof_can_be_had_later(zoo):
+    """The forms that follow do not change what it reads."""
+    lowered = lower_paged(read(zoo / "llama"), OPTIONS, is_proven=False)
+    assert [report.name for report in lowered.reports] == [entry.name for entry in (*PAGED.passes, *PAGED_FORMS.passes)]
+    assert lowered.proof is not None
+    first, second = lowered.proof()
+    assert (first.name, second.name) == ("prove_rows", "prove_pages")
+    assert "are within" in second.notes[0]
+    assert lower_paged(read(zoo / "llama"), OPTIONS).proof is None
+
+
+def refuted(graph):
+    raise UnsupportedModelError("prove_pages", "other values than the model, says the test")
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_proof_that_fails_beside_the_compiler_is_heard(zoo, tmp_path, monkeypatch, cached):
+    """The model is served without pages, also from then on; nothing says that it was proven."""
+    monkeypatch.setattr("staticllm.compiler_passes.decoder.prove_pages", refuted)
+    place = {"CACHE_DIR": str(tmp_path)} if cached else {}
+    for _ in range(2):
+        with StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=64, **place) as pipe:
+            assert not isinstance(pipe.engine.runner.cache, PagedKVCache)
+    assert not list(tmp_path.glob("costs-*/proofs.json"))
+    with pytest.raises(UnsupportedModelError, match="says the test"):
+        StaticLLMPipeline(zoo / "llama", "CPU", PROGRAMS="paged", MAX_PROMPT_LEN=64, **place)
 
 
 def test_a_second_start_from_a_cache_proves_nothing_again(zoo, tmp_path, monkeypatch):

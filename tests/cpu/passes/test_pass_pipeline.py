@@ -8,8 +8,10 @@ from staticllm.compiler_passes.decoder import (
     DECODER,
     DECODER_EMBEDDER,
     DECODER_NPU,
-    DECODER_PAGED,
     DECODER_UNMERGED,
+    PAGED,
+    PAGED_FORMS,
+    PAGED_PROOFS,
     with_adapters,
 )
 from staticllm.compiler_passes.encoder import ENCODER
@@ -25,7 +27,7 @@ OF_CONVERSIONS = {"join_halves", "rotate_halves"}
 
 def test_every_pass_is_in_a_list_and_has_a_file(root):
     files = [path.stem for room in ROOMS for path in (root / "compiler_passes" / room).glob("[!_]*.py")]
-    lists = (DECODER, DECODER_PAGED, DECODER_EMBEDDER, DECODER_NPU, ENCODER, with_adapters(DECODER))
+    lists = (DECODER, PAGED, PAGED_PROOFS, PAGED_FORMS, DECODER_EMBEDDER, DECODER_NPU, ENCODER, with_adapters(DECODER))
     names = {entry.name for pipeline in lists for entry in (*pipeline.passes, *pipeline.variant_passes)}
     assert sorted(names | HELPERS | OF_CONVERSIONS) == sorted(files)
 

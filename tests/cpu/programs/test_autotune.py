@@ -10,13 +10,13 @@ import pytest
 from openvino import opset13 as ops
 
 from staticllm import demo_model_path
+from staticllm.compiler_passes.artifacts.measurements import probes_in
 from staticllm.compiler_passes.compiling import autotune
 from staticllm.compiler_passes.compiling.autotune import (
     GROUP_SIZE,
     LARGE_GROUP,
     PRECISION,
     ProbedProgram,
-    ProbeMemory,
     calibrated,
     first_layers,
     layers_speedup,
@@ -348,11 +348,11 @@ def test_kept_times_of_probes_choose_what_they_chose_before(monkeypatch):
 
 
 @pytest.mark.skipif("ONEDNN_MAX_CPU_ISA" in os.environ, reason="the plugin has no such products under a limited ISA")
-def test_a_model_that_is_calibrated_in_two_parts_is_timed_once(monkeypatch):
+def test_a_model_that_is_calibrated_in_two_parts_is_timed_once(monkeypatch, tmp_path):
     runs = []
     timed = autotune.Probe.timed
     monkeypatch.setattr(autotune.Probe, "timed", lambda self, *args: (runs.append(args[0]), timed(self, *args))[1])
-    memory = autotune.ProbeMemory()
+    memory = probes_in(tmp_path, get_core(), "CPU")
     calibrated(get_core(), "CPU", stack(), PHASES, "shared", memory)
     calibrated(get_core(), "CPU", stack(), PHASES, "few_rows", memory)
     assert runs.count(autotune.MANY_ROWS) == 1
@@ -414,8 +414,8 @@ def test_the_first_layers_compute_what_the_whole_model_does(name, plan_of):
         np.testing.assert_allclose(values, expected[port], rtol=1e-4, atol=1e-5)
 
 
-def test_both_programs_are_timed_and_the_times_are_kept(plan_of, monkeypatch):
-    plan, kept, timed = plan_of("demo"), ProbeMemory(), []
+def test_both_programs_are_timed_and_the_times_are_kept(plan_of, monkeypatch, tmp_path):
+    plan, kept, timed = plan_of("demo"), probes_in(tmp_path, get_core(), "CPU"), []
     monkeypatch.setattr(autotune, "LAYERS_SHARE", 0.7)
     monkeypatch.setattr(autotune, "seconds_in_turns", lambda requests: timed.append(len(requests)) or [3.0, 2.0])
     few = tuple(variant for variant in plan.variants if variant.rows == 1)
