@@ -10,7 +10,7 @@ from typing import Literal
 import openvino as ov
 
 from staticllm.devices import get_core
-from staticllm.errors import ModelError
+from staticllm.errors import ModelError, quoted
 from staticllm.model_dir import given_as, read_model
 from staticllm.ports import INPUT_IDS, LOGITS
 
@@ -110,11 +110,11 @@ def check_kind(model: ov.Model, directory: Path, wanted: KindName, can_embed: bo
     if kind is not None and is_lowered_as(kind, wanted, can_embed):
         return kind
     if kind is not None:
-        raise ModelError(f"{given_as(directory)!r} is not {_WANTED[wanted]} but {kind.what}: {kind.remedy}")
+        raise ModelError(f"{quoted(given_as(directory))} is not {_WANTED[wanted]} but {kind.what}: {kind.remedy}")
     names = sorted(name for port in model.inputs for name in port.get_names())
     outputs = sorted(name for port in model.outputs for name in port.get_names())
     needed = "'logits'" if wanted == "decoder" else "of hidden states or scores"
     raise ModelError(
-        f"{given_as(directory)!r} is not {_WANTED[wanted]}: it needs an input 'input_ids' and an output {needed}, "
+        f"{quoted(given_as(directory))} is not {_WANTED[wanted]}: it needs an input 'input_ids' and an output {needed}, "
         f"it has {names} and {outputs}"
     )

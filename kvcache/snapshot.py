@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import msgspec
 import numpy as np
 
-from staticllm.errors import SnapshotError, shown
+from staticllm.errors import SnapshotError, quoted, shown
 from staticllm.system.files import open_regular, whole_file
 
 from .finite import is_finite
@@ -78,12 +78,12 @@ def _factors_of(header: _Header, layout: StoredLayout, path: str | os.PathLike[s
     """
     if layout.num_factors > 1 and header.factors is None:
         raise SnapshotError(
-            f"{str(path)!r} was written by an earlier version, which did not note the RoPE factors: save it again"
+            f"{quoted(path)} was written by an earlier version, which did not note the RoPE factors: save it again"
         )
     factors = header.factors or 0
     if not 0 <= factors < layout.num_factors:
         raise SnapshotError(
-            f"{str(path)!r} has keys of RoPE factors {factors}, the model takes {layout.num_factors} for its lengths: load it "
+            f"{quoted(path)} has keys of RoPE factors {factors}, the model takes {layout.num_factors} for its lengths: load it "
             "with a greater MAX_PROMPT_LEN + MIN_RESPONSE_LEN, or save it again with these"
         )
     return factors

@@ -196,6 +196,14 @@ def shown(value: object) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 20]} … {text[-17:]}"
 
 
+def quoted(path: object) -> str:
+    """Return a path or a name in quotes, as it is typed: ``repr`` would double the backslashes of Windows.
+
+    What cannot be printed is escaped, so that a hostile name cannot end the line or move the cursor.
+    """
+    return repr(str(path)).replace("\\\\", "\\")
+
+
 def last_line(error: BaseException) -> str:
     """Return the last line of a message: OpenVINO puts its own source files and lines before it."""
     lines = [line.strip() for line in _text_of(error).splitlines() if line.strip()]

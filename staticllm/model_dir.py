@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from staticllm.errors import ModelError, enough_memory, last_line
+from staticllm.errors import ModelError, enough_memory, last_line, quoted
 from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML
 from staticllm.system.files import open_regular, read_regular
 from staticllm.system.ir_file import MAX_XML, Constant, IrError, IrFile, packed_texts, read_ir
@@ -220,7 +220,7 @@ def check_ir(xml: Path, weights: Path | None = None, is_encrypted: bool = False)
         ModelError: a file is missing, damaged or too short.
     """
     if not xml.is_file():
-        raise ModelError(f"{xml.name} is missing in {str(xml.parent)!r}: export the model with `staticllm export`")
+        raise ModelError(f"{xml.name} is missing in {quoted(xml.parent)}: export the model with `staticllm export`")
     ir = _parsed(xml, stamp_of(xml))
     weights = weights or xml.with_suffix(".bin")
     needed = 1 if is_encrypted else ir.num_weight_bytes
@@ -228,11 +228,11 @@ def check_ir(xml: Path, weights: Path | None = None, is_encrypted: bool = False)
     if needed and not is_there:
         what = "is no file" if weights.exists() else "is missing"
         raise ModelError(
-            f"{str(weights)!r} {what}, {xml.name} needs {needed} bytes of weights: export or copy it again"
+            f"{quoted(weights)} {what}, {xml.name} needs {needed} bytes of weights: export or copy it again"
         )
     size = weights.stat().st_size if is_there else 0
     if size < needed:
-        raise ModelError(f"{str(weights)!r} has {size} bytes, {xml.name} needs {needed}: export or copy it again")
+        raise ModelError(f"{quoted(weights)} has {size} bytes, {xml.name} needs {needed}: export or copy it again")
     return ir
 
 
@@ -241,8 +241,8 @@ def _parsed(xml: Path, stamp: Stamp) -> IrFile:
     try:
         text = read_regular(xml, MAX_XML)
     except OSError as error:
-        raise ModelError(f"{str(xml)!r} cannot be read: {error.strerror or error}") from None
-    with enough_memory(ModelError, f"the graph in {str(xml)!r}"):
+        raise ModelError(f"{quoted(xml)} cannot be read: {error.strerror or error}") from None
+    with enough_memory(ModelError, f"the graph in {quoted(xml)}"):
         return _read_ir(text, repr(str(xml)))
 
 
@@ -256,7 +256,7 @@ def _check_texts(xml: Path, ir: IrFile) -> None:
             first, last = (np.frombuffer(_at(file, constant), "<i4") for constant in (begins, ends))
             if (first < 0).any() or (last < first).any() or (last > text.size).any():
                 raise ModelError(
-                    f"{str(weights)!r} is damaged: its vocabulary offsets point outside the file; export or copy it again"
+                    f"{quoted(weights)} is damaged: its vocabulary offsets point outside the file; export or copy it again"
                 )
 
 
@@ -290,7 +290,7 @@ def read_model(
         else:
             model = _decrypted(core, xml, weights_of(directory, weights, model_file), decrypt)
     except RuntimeError as error:
-        raise ModelError(f"OpenVINO cannot read {str(xml)!r}: {last_line(error)}") from error
+        raise ModelError(f"OpenVINO cannot read {quoted(xml)}: {last_line(error)}") from error
     return model
 
 
@@ -307,10 +307,10 @@ def _decrypted(core: ov.Core, path: Path, weights: Path, decrypt: Callable[[byte
     try:
         plain = bytes(decrypt(weights.read_bytes()))
     except Exception as error:  # the user's function may raise anything
-        raise ModelError(f"{str(weights)!r} cannot be decrypted: {type(error).__name__}: {error}") from error
+        raise ModelError(f"{quoted(weights)} cannot be decrypted: {type(error).__name__}: {error}") from error
     needed = _needed(xml.encode())
     if len(plain) < needed:
         raise ModelError(
-            f"{str(weights)!r} has {len(plain)} bytes decrypted, {path.name} needs {needed}: check the key"
+            f"{quoted(weights)} has {len(plain)} bytes decrypted, {path.name} needs {needed}: check the key"
         )
     return core.read_model(xml, ov.Tensor(np.frombuffer(plain, np.uint8).copy()))

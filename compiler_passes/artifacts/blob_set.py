@@ -24,7 +24,7 @@ from filelock import Timeout
 
 from staticllm.core import Part
 from staticllm.devices import type_name
-from staticllm.errors import BlobError, last_line, shown
+from staticllm.errors import BlobError, last_line, quoted, shown
 from staticllm.kinds import KINDS
 from staticllm.system.file_lock import acquire
 from staticllm.system.files import fill_from, read_regular, whole_file
@@ -138,11 +138,11 @@ def read_manifest(folder: Path, key: bytes = b"") -> Manifest:
     try:
         return decode(read_regular(path, MAX_MANIFEST, follow=False), key)
     except FileNotFoundError:
-        raise BlobError(f"no blob set at {str(folder)!r}: export one first (EXPORT_BLOB, staticllm compile)") from None
+        raise BlobError(f"no blob set at {quoted(folder)}: export one first (EXPORT_BLOB, staticllm compile)") from None
     except (OSError, MemoryError) as error:
         raise BlobError(f"{shown(str(path))} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     except ManifestError as error:
-        raise BlobError(f"{str(path)!r} {error}; export the set again") from None
+        raise BlobError(f"{quoted(path)} {error}; export the set again") from None
 
 
 def read_steadily(folder: Path, use: Callable[[Manifest], Result], key: bytes = b"") -> Result:
@@ -161,7 +161,7 @@ def read_steadily(folder: Path, use: Callable[[Manifest], Result], key: bytes = 
             if read_manifest(folder, key) == manifest:
                 raise
     raise BlobError(
-        f"the set at {str(folder)!r} was replaced {READ_TRIES} times while it was read: wait for its writer"
+        f"the set at {quoted(folder)} was replaced {READ_TRIES} times while it was read: wait for its writer"
     )
 
 
@@ -169,7 +169,7 @@ def check_kind(folder: Path, manifest: Manifest, kind: str) -> None:
     """Check that a set is of this kind of model, before its other fields are used. Raises ``BlobError``."""
     if manifest.kind != kind:
         raise BlobError(
-            f"the blobs in {str(folder)!r} are of {with_article(manifest.kind)}: "
+            f"the blobs in {quoted(folder)} are of {with_article(manifest.kind)}: "
             f"load them with {KINDS[manifest.kind].pipeline}, or give the set of this model"
         )
 
@@ -178,7 +178,7 @@ def check_set(folder: Path, manifest: Manifest, here: Fingerprint) -> None:
     """Check that a set fits the fingerprint ``here`` and has not failed verification. Raises ``BlobError``."""
     other = here.difference(manifest.fingerprint)
     if other is not None:
-        raise BlobError(f"the blobs in {str(folder)!r} were made for something else: {other}; export them again")
+        raise BlobError(f"the blobs in {quoted(folder)} were made for something else: {other}; export them again")
     if manifest.has_failed_verification:
         raise BlobError(f"{failed_verification_text(folder, manifest)}: export them again, in another precision")
 
@@ -190,7 +190,7 @@ def check_properties(folder: Path, manifest: Manifest, own: Mapping[Part, Mappin
         for name in {*values, *mine} - PROBED:
             if values.get(name) != mine.get(name):
                 raise BlobError(
-                    f"the blobs in {str(folder)!r} have {name}={str(values.get(name))[:40]}, here it is {mine.get(name)}: "
+                    f"the blobs in {quoted(folder)} have {name}={str(values.get(name))[:40]}, here it is {mine.get(name)}: "
                     "export them again"
                 )
 
@@ -215,7 +215,7 @@ def read_blobs(folder: Path, manifest: Manifest, decrypt: Crypt | None = None) -
             if manifest.is_encrypted
             else "not encrypted: leave CACHE_ENCRYPTION_CALLBACKS out"
         )
-        raise BlobError(f"the blobs in {str(folder)!r} are {what}")
+        raise BlobError(f"the blobs in {quoted(folder)} are {what}")
 
     def read(name: str) -> ov.Tensor:
         data = _read_verified(folder / name, manifest.blobs[name])
@@ -239,16 +239,16 @@ def _read_verified(path: Path, entry: StoredBlob) -> ov.Tensor:
     try:
         size = path.lstat().st_size
         if size != entry.num_bytes:
-            raise BlobError(f"{str(path)!r} has {size} bytes, the manifest says {entry.num_bytes}: export it again")
+            raise BlobError(f"{quoted(path)} has {size} bytes, the manifest says {entry.num_bytes}: export it again")
         if size > psutil.virtual_memory().available:
             raise OSError(f"it has {size / 1e9:.1f} GB, more than the free memory")
         data = _empty(size)
         fill_from(path, data.data.data, follow=False)
     except (OSError, MemoryError) as error:
         reason = getattr(error, "strerror", None) or error or "not enough memory"
-        raise BlobError(f"{str(path)!r} cannot be read: {reason}") from None
+        raise BlobError(f"{quoted(path)} cannot be read: {reason}") from None
     if bytes_digest(data.data.data) != entry.digest:
-        raise BlobError(f"{str(path)!r} is damaged: its contents do not match its digest; export it again")
+        raise BlobError(f"{quoted(path)} is damaged: its contents do not match its digest; export it again")
     return data
 
 
@@ -260,7 +260,7 @@ def _decrypted(path: Path, data: bytes, decrypt: Crypt) -> bytes:
     try:
         return bytes(decrypt(data))
     except Exception as error:  # the user's function may raise anything
-        raise BlobError(f"{str(path)!r} cannot be decrypted: {type(error).__name__}: {error}") from error
+        raise BlobError(f"{quoted(path)} cannot be decrypted: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ def failed_verification_text(folder: Path, manifest: Manifest) -> str:
     reason = found.get("reason") or (
         f"{found.get('agreement', 0):.0%} of the tokens agree, logits differ by {found.get('distance', 0):.1e} of their range"
     )
-    return f"the blobs in {str(folder)!r} failed verification ({reason})"
+    return f"the blobs in {quoted(folder)} failed verification ({reason})"
 
 
 def _written(folder: Path, put_blobs: Callable[[], Manifest], key: bytes) -> Manifest:

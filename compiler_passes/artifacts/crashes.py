@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from staticllm.errors import BlobError
+from staticllm.errors import BlobError, quoted
 from staticllm.system.files import read_regular, whole_file
 
 from .blob_set import CRASHES
@@ -66,8 +66,8 @@ def quarantine_text(folder: Path) -> str | None:
     if found < LIMIT:
         return None
     return (
-        f"{found} processes have crashed with the blobs in {str(folder)!r}, they are in quarantine: remove the folder to compile "
-        "them again"
+        f"{found} processes have crashed with the blobs in {quoted(folder)}, they are in quarantine: remove the folder to "
+        "compile them again"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import openvino as ov
 
 from staticllm import ports
-from staticllm.errors import ModelError
+from staticllm.errors import ModelError, quoted
 from staticllm.model_dir import model_in_memory
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.system.threads import ThreadPool
@@ -131,7 +131,7 @@ def file_digest(path: Path) -> str:
         with ThreadPool(min(4, os.cpu_count() or 1), "staticllm-files") as pool:
             pieces = list(pool.map(lambda start: _digest_of_piece(path, start), range(0, max(size, 1), PIECE)))
     except OSError as error:
-        raise ModelError(f"{str(path)!r} cannot be read: {error.strerror or error}") from None
+        raise ModelError(f"{quoted(path)} cannot be read: {error.strerror or error}") from None
     return bytes_digest(b"".join(pieces) + size.to_bytes(8, "little"))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from staticllm.children.answers import answer_all
 from staticllm.children.child import end_with_parent
-from staticllm.errors import ModelError, last_line
+from staticllm.errors import ModelError, last_line, quoted
 from staticllm.model_files.converted import NOTES
 from staticllm.system.file_lock import acquire
 
@@ -22,8 +22,8 @@ def _answer(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def _failure(error: Exception, body: Mapping[str, Any]) -> ModelError:
     if isinstance(error, MemoryError):
-        return ModelError(f"{body['path']!r} does not fit into memory: close other programs")
-    return ModelError(f"{body['path']!r} cannot be converted: {last_line(error)}")
+        return ModelError(f"{quoted(body['path'])} does not fit into memory: close other programs")
+    return ModelError(f"{quoted(body['path'])} cannot be converted: {last_line(error)}")
 
 
 def main() -> None:

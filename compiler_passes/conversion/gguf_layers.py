@@ -8,7 +8,7 @@ import numpy as np
 import openvino as ov
 from openvino import opset13 as ops
 
-from staticllm.errors import ModelError, shown
+from staticllm.errors import ModelError, quoted, shown
 from staticllm.model_files.gguf_architectures import EXPORT, architecture_of, layer_of
 from staticllm.model_files.gguf_header import GGUFHeader
 from staticllm.model_files.gguf_tensors import ROTATION_TENSORS, head_size, num_heads, num_kv_heads
@@ -58,7 +58,7 @@ def mend_layers(model: ov.Model, header: GGUFHeader) -> None:
 
 def _value(values: dict[str, ov.Node], header: GGUFHeader, name: str) -> ov.Node:
     if name not in values:
-        raise ModelError(f"{str(header.path)!r} has layers without {name}, which its architecture has: {EXPORT}")
+        raise ModelError(f"{quoted(header.path)} has layers without {name}, which its architecture has: {EXPORT}")
     return values[name]
 
 
@@ -105,6 +105,6 @@ def _check_tensors(values: dict[str, ov.Node], header: GGUFHeader) -> None:
     if unused:
         more = ", …" if len(unused) > _LISTED else ""
         raise ModelError(
-            f"{str(header.path)!r} has tensors that OpenVINO's reader leaves out "
+            f"{quoted(header.path)} has tensors that OpenVINO's reader leaves out "
             f"({', '.join(map(shown, unused[:_LISTED]))}{more}): {EXPORT}"
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import openvino as ov
 
-from staticllm.errors import ModelError, last_line, shown
+from staticllm.errors import ModelError, last_line, quoted, shown
 from staticllm.model_files.gguf_architectures import (
     EXPORT,
     attention_scale,
@@ -68,7 +68,7 @@ def _save(model: ov.Model, path: Path) -> None:
     except RuntimeError as error:
         free = shutil.disk_usage(path.parent).free
         raise ModelError(
-            f"the model cannot be written to {str(path.parent.parent)!r}, which has {free / 1e9:.1f} GB ({last_line(error)}): "
+            f"the model cannot be written to {quoted(path.parent.parent)}, which has {free / 1e9:.1f} GB ({last_line(error)}): "
             "free space there, or set XDG_CACHE_HOME to a folder of a larger disk"
         ) from None
 
@@ -76,7 +76,7 @@ def _save(model: ov.Model, path: Path) -> None:
 def _read(header: GGUFHeader) -> ov.Model:
     from openvino.frontend import FrontEndManager
 
-    what = f"{str(header.path)!r} (architecture {shown(header.architecture)}, {', '.join(kinds_of(header))})"
+    what = f"{quoted(header.path)} (architecture {shown(header.architecture)}, {', '.join(kinds_of(header))})"
     os.environ["OV_GGUF_Q4_K_ZP_F16"] = "1"  # or it makes whole numbers of zero points, which cannot be restored
     frontend = FrontEndManager().load_by_framework("gguf")
     if frontend is None:

@@ -12,7 +12,7 @@ import openvino as ov
 from numpy.typing import NDArray
 from openvino import opset13 as ops
 
-from staticllm.errors import ModelError
+from staticllm.errors import ModelError, quoted
 from staticllm.model_files.gguf_architectures import EXPORT, architecture_of, has_window, layer_of
 from staticllm.model_files.gguf_header import GGUFHeader
 from staticllm.model_files.gguf_tensors import ROTATION_TENSORS
@@ -41,11 +41,11 @@ def _restore(node: ov.Node, header: GGUFHeader) -> None:
     architecture = architecture_of(header)
     own_base = architecture.window_base
     if not is_windowed or (own_base is not None and len(is_windowed) > 1):
-        raise ModelError(f"{str(header.path)!r} turns its layers in a way that is not known: {EXPORT}")
+        raise ModelError(f"{quoted(header.path)} turns its layers in a way that is not known: {EXPORT}")
     half = node.get_output_partial_shape(0)[3].get_length()
     (factor,) = consumers(node.output(0))
     if factor.get_type_name() != "Multiply":
-        raise ModelError(f"{str(header.path)!r} turns its layers in a way that is not known: {EXPORT}")
+        raise ModelError(f"{quoted(header.path)} turns its layers in a way that is not known: {EXPORT}")
     if own_base is not None and is_windowed == {True}:
         base = header.metadata.get(f"{header.architecture}.rope.freq_base_swa", own_base)
         turn = _constant(float(base) ** (-np.arange(half) / half))
@@ -108,7 +108,7 @@ def _number(header: GGUFHeader, key: str, default: float) -> float:
     """
     value = header.metadata.get(f"{header.architecture}.{key}", default)
     if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ModelError(f"{str(header.path)!r} has no number as {header.architecture}.{key}: download it again")
+        raise ModelError(f"{quoted(header.path)} has no number as {header.architecture}.{key}: download it again")
     return float(value)
 
 
@@ -148,11 +148,11 @@ def factors(header: GGUFHeader, name: str, half: int) -> NDArray[np.float64]:
         return np.ones(half)
     if tensor.kind != "F32" or tensor.shape != (half,):
         raise ModelError(
-            f"{str(header.path)!r} has {name} of other sizes than the {half} angles of a head: download it again"
+            f"{quoted(header.path)} has {name} of other sizes than the {half} angles of a head: download it again"
         )
     found = np.memmap(header.path, "<f4", "r", tensor.offset, (half,)).astype(np.float64)
     if not np.isfinite(found).all() or (found <= 0).any():
-        raise ModelError(f"{str(header.path)!r} has numbers in {name} that divide by nothing: download it again")
+        raise ModelError(f"{quoted(header.path)} has numbers in {name} that divide by nothing: download it again")
     return found
 
 

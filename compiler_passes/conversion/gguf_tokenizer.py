@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import openvino as ov
 
-from staticllm.errors import ModelError, shown
+from staticllm.errors import ModelError, quoted, shown
 from staticllm.model_files.gguf_architectures import ARCHITECTURES
 from staticllm.model_files.gguf_header import GGUFHeader
 
@@ -181,7 +181,7 @@ def _id(header: GGUFHeader, what: str, num_tokens: int) -> int | None:
     if value is None or number in _NO_ID:
         return None
     if number is None or not 0 <= number < num_tokens:
-        raise ModelError(f"{str(header.path)!r} has {key} {shown(value)}, and {num_tokens} tokens: download it again")
+        raise ModelError(f"{quoted(header.path)} has {key} {shown(value)}, and {num_tokens} tokens: download it again")
     return number
 
 
@@ -200,7 +200,7 @@ def _flag(header: GGUFHeader, key: str, default: bool) -> bool:
     value = header.metadata.get(key, default)
     if not isinstance(value, int) or value not in (0, 1):
         raise ModelError(
-            f"{str(header.path)!r} has {key} {shown(value)}, which must be true or false: download it again"
+            f"{quoted(header.path)} has {key} {shown(value)}, which must be true or false: download it again"
         )
     return bool(value)
 
@@ -208,7 +208,7 @@ def _flag(header: GGUFHeader, key: str, default: bool) -> bool:
 def _tokens(header: GGUFHeader) -> list[str]:
     tokens = header.metadata.get(TOKENS)
     if not isinstance(tokens, list) or not tokens:
-        raise ModelError(f"{str(header.path)!r} has no vocabulary ({TOKENS}): it is no language model")
+        raise ModelError(f"{quoted(header.path)} has no vocabulary ({TOKENS}): it is no language model")
     return tokens
 
 
@@ -219,7 +219,7 @@ def _vocabulary(header: GGUFHeader) -> _Vocabulary:
     if types is None:
         types = np.array([CONTROL if _LOOKS_SPECIAL.fullmatch(token) else NORMAL for token in tokens])
     if not isinstance(types, np.ndarray) or len(types) < len(tokens):
-        raise ModelError(f"{str(header.path)!r} has {len(tokens)} tokens and other types of them: download it again")
+        raise ModelError(f"{quoted(header.path)} has {len(tokens)} tokens and other types of them: download it again")
     types = types[: len(tokens)].copy()
     ids = [_id(header, what, len(tokens)) for what in ("bos", "eos")]
     ids += [_optional_id(header, what, len(tokens)) for what in ("eot", "eom")]
@@ -228,7 +228,7 @@ def _vocabulary(header: GGUFHeader) -> _Vocabulary:
         if token in ENDS and types[place] != USER_DEFINED:
             types[place] = CONTROL
     if not np.isin(types, (CONTROL, USER_DEFINED)).any():
-        raise ModelError(f"{str(header.path)!r} does not say which token ends a text ({TYPES}): download it again")
+        raise ModelError(f"{quoted(header.path)} does not say which token ends a text ({TYPES}): download it again")
     return _Vocabulary(tokens, types)
 
 
@@ -242,7 +242,7 @@ def check_vocabulary(header: GGUFHeader) -> None:
     kind = header.text(KIND)
     if kind not in (BYTE_PAIRS, SCORED_PAIRS):
         raise ModelError(
-            f"{str(header.path)!r} has a vocabulary of the kind {shown(kind)}, and {BYTE_PAIRS} and {SCORED_PAIRS} can be "
+            f"{quoted(header.path)} has a vocabulary of the kind {shown(kind)}, and {BYTE_PAIRS} and {SCORED_PAIRS} can be "
             "read: export the original model with `staticllm export`"
         )
     if kind == BYTE_PAIRS:
@@ -261,12 +261,12 @@ def split_of(header: GGUFHeader) -> str:
         return known.split
     if not pre:
         raise ModelError(
-            f"{str(header.path)!r} does not say how texts are split ({PRE} is missing), and models of the architecture "
+            f"{quoted(header.path)} does not say how texts are split ({PRE} is missing), and models of the architecture "
             f"{shown(header.architecture)} do it in several ways: download a newer file of this model"
         )
     if pre not in SPLITS:
         raise ModelError(
-            f"{str(header.path)!r} splits texts in a way that is not known ({PRE} is {shown(pre)}): "
+            f"{quoted(header.path)} splits texts in a way that is not known ({PRE} is {shown(pre)}): "
             "export the original model with `staticllm export`"
         )
     return pre
@@ -277,7 +277,7 @@ def assumed(header: GGUFHeader) -> list[str]:
     if header.text(KIND) != BYTE_PAIRS or header.text(PRE):
         return []
     return [
-        f"{str(header.path)!r} does not say how texts are split ({PRE} is missing): they are split as {split_of(header)} "
+        f"{quoted(header.path)} does not say how texts are split ({PRE} is missing): they are split as {split_of(header)} "
         f"does, as in all models of the architecture {shown(header.architecture)}"
     ]
 
@@ -413,12 +413,12 @@ def _merges(header: GGUFHeader) -> list[Pair]:
     """
     merges = header.metadata.get(MERGES)
     if not isinstance(merges, list) or any(each.count(" ") != 1 for each in merges):
-        raise ModelError(f"{str(header.path)!r} has no pairs to merge, or damaged ones ({MERGES}): download it again")
+        raise ModelError(f"{quoted(header.path)} has no pairs to merge, or damaged ones ({MERGES}): download it again")
     known = set(_tokens(header))
     other = next((each for each in merges if not known.issuperset((*each.split(" "), each.replace(" ", "")))), None)
     if other is not None:
         raise ModelError(
-            f"{str(header.path)!r} merges {shown(other)} to what is no token ({MERGES}): download it again"
+            f"{quoted(header.path)} merges {shown(other)} to what is no token ({MERGES}): download it again"
         )
     return [(left, right) for left, _, right in (each.partition(" ") for each in merges)]
 
@@ -438,7 +438,7 @@ def _scored_pairs(
     yield steps.RegexNormalizationStep(" ", _SPACE)
     scores = header.metadata.get(SCORES)
     if not isinstance(scores, np.ndarray) or len(scores) < len(vocabulary.tokens):
-        raise ModelError(f"{str(header.path)!r} has no score for each of its tokens ({SCORES}): download it again")
+        raise ModelError(f"{quoted(header.path)} has no score for each of its tokens ({SCORES}): download it again")
     known = {token: token.encode() for token in vocabulary.words if token not in vocabulary.added}
     codes = {token: bytes.fromhex(match[1]) for token in known if (match := _BYTE.fullmatch(token))}
     letters = [token for token in known if len(token) == 1]

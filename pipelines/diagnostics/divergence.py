@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.devices import get_core, kind
-from staticllm.errors import ConfigError, ModelError, last_line
+from staticllm.errors import ConfigError, ModelError, last_line, quoted
 from staticllm.model_files.model_at import check_model_dir
 
 from ...compiler_passes.compiling.compile import compile_all
@@ -214,7 +214,7 @@ def passages(models_path: Path, text: str) -> list[list[int]]:
         plain = tokenizer.encode(text, add_special_tokens=False).input_ids.data[0].tolist()
         front = tokenizer.encode("", add_special_tokens=True).input_ids.data.reshape(-1).tolist()
     except RuntimeError as error:
-        raise ModelError(f"the tokenizer in {str(models_path)!r} cannot be used: {last_line(error)}") from error
+        raise ModelError(f"the tokenizer in {quoted(models_path)} cannot be used: {last_line(error)}") from error
     size = PASSAGE_LEN - len(front)
     if len(plain) < size:
         raise ConfigError(f"a text of {len(plain)} tokens is too short: at least {size} are needed")

@@ -27,6 +27,7 @@ from staticllm.errors import (
     StaticLLMError,
     UnsupportedModelError,
     last_line,
+    quoted,
     shown,
 )
 from staticllm.model_dir import demo_model_path, read_model
@@ -162,7 +163,7 @@ def _device(device: str) -> Finding:
 
 def _cache(folder: Path) -> Iterator[Finding]:
     if not folder.is_dir():
-        yield Finding("warn", "cache", f"{str(folder)!r} does not exist", "the first start with CACHE_DIR creates it")
+        yield Finding("warn", "cache", f"{quoted(folder)} does not exist", "the first start with CACHE_DIR creates it")
         return
     free = shutil.disk_usage(folder).free
     if free < LITTLE_DISK:
@@ -173,7 +174,7 @@ def _cache(folder: Path) -> Iterator[Finding]:
         total += entry.num_bytes
         if problem:
             yield Finding("fail", "cache", problem, remedy)
-    yield Finding("ok", "cache", f"{total / 1e6:.1f} MB in {str(folder)!r}, {free / 1e9:.1f} GB free")
+    yield Finding("ok", "cache", f"{total / 1e6:.1f} MB in {quoted(folder)}, {free / 1e9:.1f} GB free")
 
 
 def _self_test(device: str) -> Finding:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, quoted
 
 from ..loading.npu_target import CompiledForNPU
 
@@ -25,7 +25,7 @@ def check_new_folder(folder: Path) -> Path:
     """
     try:
         if os.path.lexists(folder):
-            raise ConfigError(f"{str(folder)!r} exists already: {_REMEDY}, or remove it")
+            raise ConfigError(f"{quoted(folder)} exists already: {_REMEDY}, or remove it")
         folder.mkdir()
         folder.rmdir()
     except (OSError, ValueError) as error:
@@ -61,4 +61,4 @@ def write_traces(parts: Iterable[CompiledForNPU], folder: Path) -> tuple[Path, .
 
 def _not_written(folder: Path, error: Exception) -> ConfigError:
     reason = error.strerror if isinstance(error, OSError) else None
-    return ConfigError(f"{str(folder)[:200]!r} cannot be written ({reason or error}): {_REMEDY}")
+    return ConfigError(f"{quoted(str(folder)[:200])} cannot be written ({reason or error}): {_REMEDY}")

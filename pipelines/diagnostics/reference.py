@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from staticllm.core import EncoderShape, Pooling
 from staticllm.devices import get_core, kind
-from staticllm.errors import ModelError, last_line
+from staticllm.errors import ModelError, last_line, quoted
 from staticllm.model_dir import read_model
 from staticllm.ports import ATTENTION_MASK, BEAM_IDX, CACHE_POSITION, INPUT_IDS, LOGITS, POSITION_IDS, TOKEN_TYPE_IDS
 
@@ -70,7 +70,7 @@ class StatefulReference:
             compiled = get_core().compile_model(model, "CPU", dict(properties))
         except RuntimeError as error:
             raise ModelError(
-                f"the CPU cannot compile the original in {str(models_path)!r}: {last_line(error)}"
+                f"the CPU cannot compile the original in {quoted(models_path)}: {last_line(error)}"
             ) from error
         self._names = {name for port in compiled.inputs for name in port.get_names()}
         self._request = compiled.create_infer_request()

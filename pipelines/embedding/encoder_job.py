@@ -13,7 +13,7 @@ import openvino_genai as genai
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.devices import check_device, get_core, known_properties
-from staticllm.errors import ConfigError, DeviceError, enough_memory
+from staticllm.errors import ConfigError, DeviceError, enough_memory, quoted
 from staticllm.model_dir import max_positions, path_of
 from staticllm.model_files.model_at import check_model_dir
 from staticllm.properties import resolve
@@ -60,7 +60,7 @@ def encoder_job(
     """
     if is_ours(path_of(models_path)):
         raise ConfigError(
-            f"{str(models_path)!r} is a blob set: give the directory of its model, and the set with BLOB_PATH"
+            f"{quoted(models_path)} is a blob set: give the directory of its model, and the set with BLOB_PATH"
         )
     name = check(get_core(), device)
     config = encoder_config(name, choices.properties or {}, choices.names)

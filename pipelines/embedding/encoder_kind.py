@@ -13,7 +13,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from staticllm.core import EncoderShape, EncoderVariant, Pooling, ProgramLayout, Size, mode_of
-from staticllm.errors import ConfigError, DeviceError, ModelError, last_line
+from staticllm.errors import ConfigError, DeviceError, ModelError, last_line, quoted
 from staticllm.model_dir import given_as
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.ports import INPUT_IDS
@@ -177,8 +177,8 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         given = given_as(directory)
         if given != str(directory):
             raise ModelError(
-                f"{given!r} is a GGUF file, and GGUF files are read for generation only: for vectors or scores, make an OpenVINO "
-                "model of the original with `staticllm export`"
+                f"{quoted(given)} is a GGUF file, and GGUF files are read for generation only: for vectors or scores, make an "
+                "OpenVINO model of the original with `staticllm export`"
             )
 
     def lower(self, job: AnyJob, opened: OpenedModel, start: StartWith) -> EncoderPlan:
@@ -304,7 +304,7 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
         wanted = self.chosen.output
         if wanted not in (None, output):
             kind = model_kind.SCORES if output == "scores" else model_kind.EMBEDDINGS
-            raise ModelError(f"{str(job.directory)!r} is {kind.what}: {kind.remedy}")
+            raise ModelError(f"{quoted(job.directory)} is {kind.what}: {kind.remedy}")
 
     def _check_pooling(self, job: AnyJob, shape: EncoderShape) -> None:
         """Check that a model that pools by itself pools as the user and its files say.
@@ -324,7 +324,7 @@ class EncoderKind(ProgramKind[EncoderVariant, EncoderShape, EncoderRunner]):
             )
         if chosen is None and named not in (None, own):
             raise ModelError(
-                f"{str(job.directory)!r}: its files name the pooling {named!r}, and its graph pools by {own!r}: give "
+                f"{quoted(job.directory)}: its files name the pooling {named!r}, and its graph pools by {own!r}: give "
                 "pooling_type to say that the graph is right"
             )
 
@@ -343,7 +343,7 @@ def has_states(path: Path) -> bool:
     try:
         return b'type="ReadValue"' in path.read_bytes()
     except OSError as error:
-        raise ModelError(f"{str(path)!r} cannot be read: {error.strerror or error}") from None
+        raise ModelError(f"{quoted(path)} cannot be read: {error.strerror or error}") from None
 
 
 def _digest_of(files: EncoderFiles) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from staticllm.errors import SnapshotError
+from staticllm.errors import SnapshotError, quoted
 
 from ...kvcache.sequence import Conditions
 from ...kvcache.snapshot import load, save
@@ -52,10 +52,10 @@ def load_snapshot(engine: SnapshotEngine, target: SnapshotTarget) -> int:
     def restore() -> None:
         device = engine.core.device  # the engine may have switched to another one meanwhile
         if not device.runner.cache.layout.fits(stored):
-            raise SnapshotError(f"{str(target.path)!r} has another layout than this model's: save it again")
+            raise SnapshotError(f"{quoted(target.path)} has another layout than this model's: save it again")
         if not device.kv_manager.prefix.restore(stored):
             raise SnapshotError(
-                f"{str(target.path)!r} has {len(stored.tokens)} tokens, the host pool has no room for them now: wait until "
+                f"{quoted(target.path)} has {len(stored.tokens)} tokens, the host pool has no room for them now: wait until "
                 "requests have ended, or load the model with more HOST_KV_SLOTS"
             )
 

@@ -21,7 +21,7 @@ import openvino_genai as genai
 
 from staticllm.adapters.adapter_set import MAX_ALPHA, AdapterSet, AdapterUse
 from staticllm.adapters.lora import FILE, LoraAdapter, adapter_in_memory, read_adapter
-from staticllm.errors import AdapterError, ConfigError, last_line, shown
+from staticllm.errors import AdapterError, ConfigError, last_line, quoted, shown
 
 MAX_KNOWN = 1024
 """Adapters that are known at a time; when more are made, the oldest ones are forgotten."""
@@ -86,7 +86,7 @@ class Adapter(genai.Adapter):  # type: ignore[misc]
         try:
             _native_adapter_init(self, file / FILE if file.is_dir() else file)
         except RuntimeError as error:
-            raise AdapterError(f"openvino_genai cannot read {str(file)!r}: {last_line(error)}") from None
+            raise AdapterError(f"openvino_genai cannot read {quoted(file)}: {last_line(error)}") from None
         _remember(KnownAdapter(self, file, adapter.name))
 
 

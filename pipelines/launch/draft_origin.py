@@ -15,7 +15,7 @@ from typing import Any
 import openvino_genai as genai
 
 from staticllm.core import OnProgress
-from staticllm.errors import ConfigError, shown
+from staticllm.errors import ConfigError, quoted, shown
 from staticllm.model_dir import path_of
 from staticllm.model_files.model_at import check_model_dir
 
@@ -147,7 +147,7 @@ def check_tokenizers(tokenizer: genai.Tokenizer, directory: Path) -> None:
         own = texts.get(number, text)
         if own != text and not (_UNUSED.fullmatch(own) or _UNUSED.fullmatch(text)):
             raise ConfigError(
-                f"the draft model {str(directory)!r} has another tokenizer ({len(other)} tokens, the model has {len(mine)}; "
+                f"the draft model {quoted(directory)} has another tokenizer ({len(other)} tokens, the model has {len(mine)}; "
                 f"token {number} is {shown(own)} there and {shown(text)} here): choose a draft model of the same family"
             )
 

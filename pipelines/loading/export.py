@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from staticllm.core import ProgramVariant, ProgressEvent
 from staticllm.devices import get_core
-from staticllm.errors import BlobError, ConfigError
+from staticllm.errors import BlobError, ConfigError, quoted
 from staticllm.system.files import refusal_of
 from staticllm.system.long_calls import attended, told
 
@@ -127,7 +127,7 @@ class SetPlace(Generic[V, S, R]):
             write_set(self.folder, manifest, blobs, callbacks[0] if callbacks else None, self.job.key)
         except OSError as error:
             raise ConfigError(
-                f"the blobs cannot be written to {str(self.folder)!r}: {error.strerror or error}"
+                f"the blobs cannot be written to {quoted(self.folder)}: {error.strerror or error}"
             ) from error
 
     def _manifest(self, exported: ExportedPrograms[V, S], costs: Mapping[V, float]) -> Manifest:
@@ -167,9 +167,9 @@ def check_new(target: Path) -> None:
         ConfigError: it exists, its folder does not, or a set cannot be written there.
     """
     if os.path.lexists(target) and not (is_ours(target) and not (target / MANIFEST).exists()):
-        raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")
+        raise ConfigError(f"{quoted(target)} exists already: choose another path or remove it")
     if not target.resolve().parent.is_dir():
-        raise ConfigError(f"the folder {str(target.resolve().parent)!r} does not exist: create it first")
+        raise ConfigError(f"the folder {quoted(target.resolve().parent)} does not exist: create it first")
     check_writable(target)
 
 
@@ -183,7 +183,7 @@ def check_writable(target: Path) -> None:
     reason = "is read-only" if not os.access(parent, os.W_OK) else refusal_of(parent)
     if reason:
         raise ConfigError(
-            f"the blob set {str(target)!r} cannot be written, {str(parent)!r} {reason}: give another path with "
+            f"the blob set {quoted(target)} cannot be written, {quoted(parent)} {reason}: give another path with "
             "BLOB_PATH or --export-blob PATH"
         )
 
@@ -196,11 +196,11 @@ def export_target(job: LoadJob[Any]) -> Path:
     """
     target = Path(job.config.blob_path) if job.config.blob_path else job.directory / DEFAULT_BLOB
     if _exists(target) and not is_ours(target):
-        raise ConfigError(f"BLOB_PATH={str(target)!r} exists and is not a blob set: choose another path or remove it")
+        raise ConfigError(f"BLOB_PATH={quoted(target)} exists and is not a blob set: choose another path or remove it")
     try:
         target.resolve().parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"BLOB_PATH={str(target)!r} cannot be written: {error.strerror or error}") from None
+        raise ConfigError(f"BLOB_PATH={quoted(target)} cannot be written: {error.strerror or error}") from None
     check_writable(target)
     return target
 
@@ -214,7 +214,7 @@ def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except (OSError, ValueError) as error:
-        raise ConfigError(f"BLOB_PATH={str(path)[:80]!r} cannot be written: {error}") from None
+        raise ConfigError(f"BLOB_PATH={quoted(str(path)[:80])} cannot be written: {error}") from None
 
 
 def compile_for_export(job: Job[V, S, R]) -> ExportedPrograms[V, S]:

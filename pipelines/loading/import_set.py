@@ -14,7 +14,7 @@ import openvino as ov
 
 from staticllm.core import KVType, OnProgress, ProgramLayout, ProgressEvent
 from staticllm.devices import get_core
-from staticllm.errors import BlobError, StaticLLMError, last_line
+from staticllm.errors import BlobError, StaticLLMError, last_line, quoted
 from staticllm.system.long_calls import attended, attended_each, told
 from staticllm.system.threads import ThreadPool
 
@@ -162,7 +162,7 @@ def _matching(folder: Path) -> Iterator[None]:
     except (RuntimeError, ValueError, KeyError, IndexError) as error:  # the shapes differ from those of the blobs
         if isinstance(error, StaticLLMError):
             raise
-        raise BlobError(f"the blobs in {str(folder)!r} do not match their manifest: {last_line(error)}") from error
+        raise BlobError(f"the blobs in {quoted(folder)} do not match their manifest: {last_line(error)}") from error
 
 
 def _options(job: LoadJob[Any], manifest: Manifest) -> CompileOptions:

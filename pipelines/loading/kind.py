@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, Part, ProgressEvent
 from staticllm.devices import get_core
-from staticllm.errors import ModelError
+from staticllm.errors import ModelError, quoted
 from staticllm.model_dir import given_as, read_model, weights_of
 from staticllm.system.cache_folder import user_cache
 from staticllm.system.heap import return_large_blocks
@@ -167,7 +167,7 @@ class ProgramKind(ABC, Generic[V, S, R]):
             ModelError: it is not.
         """
         if not self.fits(model, directory):
-            raise ModelError(f"{given_as(directory)!r} is not {with_article(self.name)}")
+            raise ModelError(f"{quoted(given_as(directory))} is not {with_article(self.name)}")
 
     def may_have_no_blobs(self, job: Job[V, S, R]) -> bool:
         """Return whether the job's programs may be such that no blob of them can be imported."""

@@ -19,7 +19,7 @@ from typing import Any
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress
 from staticllm.devices import kind
-from staticllm.errors import BlobError, DeviceError, StaticLLMError, UnsupportedModelError, last_line
+from staticllm.errors import BlobError, DeviceError, StaticLLMError, UnsupportedModelError, last_line, quoted
 from staticllm.system.threads import ThreadPool
 
 from ...compiler_passes.artifacts.blob_set import check_kind, read_steadily, remove_set
@@ -153,7 +153,7 @@ def _from_read_only_cache(entry: CacheEntry[V, S, R], reason: str) -> Loaded[V, 
         problem = f"{reason}, and {error}"
     except OSError:
         problem = f"{reason}, nor read"
-    text = f"CACHE_DIR={str(entry.cache.folder)!r} cannot be used: {problem}"
+    text = f"CACHE_DIR={quoted(entry.cache.folder)} cannot be used: {problem}"
     warnings.warn(text, RuntimeWarning, stacklevel=3)
     return None
 

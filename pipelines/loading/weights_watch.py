@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from staticllm.config import StaticLLMConfig
-from staticllm.errors import ModelError
+from staticllm.errors import ModelError, quoted
 from staticllm.model_dir import model_in_memory, weights_of
 from staticllm.system.files import open_regular
 from staticllm.wire.file_stamp import Stamp, stamp_of
@@ -37,7 +37,7 @@ class WeightsWatch:
             return
         if self._sampled() != self._sample:
             raise ModelError(
-                f"{str(self._path)!r} was overwritten while it is in use: its weights are mapped, so answers could be wrong; "
+                f"{quoted(self._path)} was overwritten while it is in use: its weights are mapped, so answers could be wrong; "
                 "load the model again, and replace such a file by renaming another file over it"
             )
         self._seen = seen

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from staticllm.config import is_whole
-from staticllm.errors import ConfigError, StaticLLMError, shown
+from staticllm.errors import ConfigError, StaticLLMError, quoted, shown
 from staticllm.system.files import write_whole
 
 from .chrome_trace import from_chrome, to_chrome
@@ -67,7 +67,7 @@ class Trace:
         try:
             write_whole(path, f"{text}\n".encode())
         except OSError as error:
-            raise ConfigError(f"cannot write {str(path)!r} ({error.strerror}): choose another path") from error
+            raise ConfigError(f"cannot write {quoted(path)} ({error.strerror}): choose another path") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
@@ -80,15 +80,15 @@ class Trace:
         try:
             document = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError(f"cannot read {str(path)!r} ({error.strerror}): {remedy}") from error
+            raise ConfigError(f"cannot read {quoted(path)} ({error.strerror}): {remedy}") from error
         except ValueError as error:
-            raise ConfigError(f"{str(path)!r} is not JSON ({error}): {remedy}") from error
+            raise ConfigError(f"{quoted(path)} is not JSON ({error}): {remedy}") from error
         try:
             recorded = from_chrome(document)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{str(path)!r} is not a trace of staticllm ({error!r}): {remedy}") from error
+            raise ConfigError(f"{quoted(path)} is not a trace of staticllm ({error!r}): {remedy}") from error
         if not recorded.steps:
-            raise ConfigError(f"{str(path)!r} holds no device calls of staticllm: {remedy}")
+            raise ConfigError(f"{quoted(path)} holds no device calls of staticllm: {remedy}")
         records: list[Record] = [*recorded.steps, *recorded.requests, *recorded.jobs]
         trace = cls(records, len(records))
         trace.num_dropped = recorded.num_dropped

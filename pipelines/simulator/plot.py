@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, quoted
 from staticllm.system.files import write_whole
 
 from ..profiling.records import RequestRecord
@@ -36,7 +36,7 @@ def check_plot(path: str | os.PathLike[str]) -> None:
     if suffix not in known:
         raise ConfigError(f"cannot draw a file that ends in {suffix!r}: choose a path that ends in .png, .svg or .pdf")
     if not Path(path).resolve().parent.is_dir():
-        raise ConfigError(f"the folder {str(Path(path).resolve().parent)!r} does not exist: make it first")
+        raise ConfigError(f"the folder {quoted(Path(path).resolve().parent)} does not exist: make it first")
 
 
 def plot_runs(runs: Mapping[str, Run], path: str | os.PathLike[str]) -> None:
@@ -109,7 +109,7 @@ def _save(figure: Any, path: str | os.PathLike[str]) -> None:
         figure.savefig(picture, dpi=130, format=Path(path).suffix[1:] or "png")
         write_whole(path, picture.getvalue())
     except OSError as error:
-        raise ConfigError(f"cannot write {str(path)!r} ({error.strerror}): choose another path") from error
+        raise ConfigError(f"cannot write {quoted(path)} ({error.strerror}): choose another path") from error
     except ValueError:
         raise ConfigError(
             f"cannot draw a file that ends in {Path(path).suffix!r}: choose a path that ends in .png, .svg or .pdf"

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import IO
 
-from staticllm.errors import PromptError, last_line
+from staticllm.errors import PromptError, last_line, quoted
 from staticllm.system.files import open_regular
 
 from .audio import MAX_SECONDS, Recording, read_recording
@@ -66,4 +66,4 @@ def _opened(path: str | os.PathLike[str]) -> IO[bytes]:
         return open_regular(Path(path))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or last_line(error)
-        raise PromptError(f"{os.fspath(path)!r} cannot be opened: {reason}") from None
+        raise PromptError(f"{quoted(os.fspath(path))} cannot be opened: {reason}") from None

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.config import whole
-from staticllm.errors import ConfigError, ModelError, shown
+from staticllm.errors import ConfigError, ModelError, quoted, shown
 
 Samples: TypeAlias = NDArray[np.float32]
 Features: TypeAlias = NDArray[np.float32]
@@ -85,16 +85,16 @@ def read_mel_config(models_path: str | os.PathLike[str]) -> MelConfig:
     try:
         values: Any = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{str(path)!r} cannot be read ({shown(error)}): export the model again") from error
+        raise ModelError(f"{quoted(path)} cannot be read ({shown(error)}): export the model again") from error
     if isinstance(values, dict) and path.name == FILES[1]:
         values = values.get("feature_extractor", {})
     if not isinstance(values, dict):
-        raise ModelError(f"{str(path)!r} holds no object of JSON: export the model again")
+        raise ModelError(f"{quoted(path)} holds no object of JSON: export the model again")
     given = {each.name: values[each.name] for each in fields(MelConfig) if values.get(each.name) is not None}
     try:
         return MelConfig(**{name: whole(name, value, 1, _MOST[name]) for name, value in given.items()})
     except ConfigError as error:
-        raise ModelError(f"{str(path)!r}: {error}") from error
+        raise ModelError(f"{quoted(path)}: {error}") from error
 
 
 def log_mel(samples: Samples, config: MelConfig, on_block: Callable[[], object] = lambda: None) -> Features:

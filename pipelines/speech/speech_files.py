@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from staticllm.config import is_whole
-from staticllm.errors import ModelError, shown
+from staticllm.errors import ModelError, quoted, shown
 from staticllm.model_dir import check_ir
 from staticllm.model_paths.path_kind import TOKENIZER_XML
 from staticllm.system.files import read_regular
@@ -52,12 +52,12 @@ def speech_files(models_path: str | bytes | os.PathLike[str]) -> SpeechFiles:
             f"models_path is a {type(models_path).__name__}: must be the path of a model directory"
         ) from None
     if not directory.is_dir():
-        raise ModelError(f"no model directory at {str(directory)!r}: check the path")
+        raise ModelError(f"no model directory at {quoted(directory)}: check the path")
     if not (directory / ENCODER).is_file() or not (directory / DECODER).is_file():
         missing = next(name for name in (ENCODER, DECODER) if not (directory / name).is_file())
         raise ModelError(
-            f"{str(directory)!r} is no speech model, {missing} is missing: export one with `{EXPORT}`; a model of text is loaded "
-            "by StaticLLMPipeline"
+            f"{quoted(directory)} is no speech model, {missing} is missing: export one with `{EXPORT}`; a model of text is "
+            "loaded by StaticLLMPipeline"
         )
     decoder = DECODER_WITH_PAST if (directory / DECODER_WITH_PAST).is_file() else DECODER
     for name in (ENCODER, DECODER, decoder, *TOKENIZER_XML):
@@ -65,7 +65,7 @@ def speech_files(models_path: str | bytes | os.PathLike[str]) -> SpeechFiles:
     config = _config(directory)
     file = directory / "generation_config.json"
     if not file.is_file():
-        raise ModelError(f"{str(file)!r} is missing: export the model again; it has the ids of the special tokens")
+        raise ModelError(f"{quoted(file)} is missing: export the model again; it has the ids of the special tokens")
     cross_window_len = _length(directory, config, "max_source_positions")
     return SpeechFiles(directory, decoder, cross_window_len, _length(directory, config, "max_target_positions"), file)
 
@@ -75,9 +75,9 @@ def _config(directory: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_regular(path, MAX_CONFIG))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{str(path)!r} cannot be read: {error}; export the model again") from None
+        raise ModelError(f"{quoted(path)} cannot be read: {error}; export the model again") from None
     if not isinstance(config, dict):
-        raise ModelError(f"{str(path)!r} holds no object: export the model again")
+        raise ModelError(f"{quoted(path)} holds no object: export the model again")
     return config
 
 
@@ -85,6 +85,6 @@ def _length(directory: Path, config: dict[str, Any], name: str) -> int:
     value = config.get(name)
     if not is_whole(value, 1, 1 << 16):
         raise ModelError(
-            f"{str(directory / 'config.json')!r}: {name}={shown(value)}: must be a whole number from 1 to 65536"
+            f"{quoted(directory / 'config.json')}: {name}={shown(value)}: must be a whole number from 1 to 65536"
         )
     return value

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias, cast
 import openvino_genai as genai
 
 from staticllm.config import whole
-from staticllm.errors import ConfigError, GenerationConfigError, ModelError, last_line, shown
+from staticllm.errors import ConfigError, GenerationConfigError, ModelError, last_line, quoted, shown
 from staticllm.system.files import read_regular
 
 from ..generation.options.extra import EXTRA_NAMES, MAX_TOKEN, check_characters
@@ -293,8 +293,8 @@ def _read_as_genai(read: Callable[[Path], None], path: Path) -> None:
         if path.is_file():
             wrong = unreadable_field(_text(path)) or _wrong_field(path)
         if wrong:
-            raise GenerationConfigError(f"{str(path)!r}: {wrong}; correct it in this file") from None
-        raise ModelError(f"{str(path)!r} cannot be read: {last_line(error)}") from error
+            raise GenerationConfigError(f"{quoted(path)}: {wrong}; correct it in this file") from None
+        raise ModelError(f"{quoted(path)} cannot be read: {last_line(error)}") from error
 
 
 def _text(path: Path) -> str:

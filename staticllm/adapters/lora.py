@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.adapters.safetensors_file import SafetensorsFile, parse_adapter, read_safetensors
-from staticllm.errors import AdapterError, enough_memory
+from staticllm.errors import AdapterError, enough_memory, quoted
 from staticllm.model_paths.path_kind import ModelPath, path_kind
 from staticllm.model_paths.path_kinds import ADAPTER
 from staticllm.model_paths.path_kinds import FILE as FILE_KIND
@@ -119,16 +119,16 @@ def read_adapter(path: str | os.PathLike[str]) -> LoraAdapter:
             _check_kind(path_kind(found))
         weights = _weights_in(found) if is_directory else found
     except (TypeError, ValueError, OSError) as error:
-        raise AdapterError(f"the adapter {str(path)[:200]!r} cannot be read: {error}") from None
+        raise AdapterError(f"the adapter {quoted(str(path)[:200])} cannot be read: {error}") from None
     config = _read_config(found / CONFIG) if is_directory else None
     try:
-        with enough_memory(AdapterError, f"the adapter {str(path)[:200]!r}"):
+        with enough_memory(AdapterError, f"the adapter {quoted(str(path)[:200])}"):
             return replace(_adapter(read_safetensors(weights), config), path=found.absolute())
     except OSError as error:
-        raise AdapterError(f"the adapter {str(path)[:200]!r} cannot be read: {error.strerror or error}") from None
+        raise AdapterError(f"the adapter {quoted(str(path)[:200])} cannot be read: {error.strerror or error}") from None
     except AdapterError:
         if weights.suffix in _OTHER_FORMATS and weights.is_file():
-            raise AdapterError(f"the adapter {str(weights)!r} is no safetensors file: {_SAVE_AGAIN}") from None
+            raise AdapterError(f"the adapter {quoted(weights)} is no safetensors file: {_SAVE_AGAIN}") from None
         raise
 
 
@@ -140,7 +140,7 @@ def _weights_in(folder: Path) -> Path:
     """
     others = [] if (folder / FILE).exists() else sorted(each for each in folder.iterdir() if _is_weights(each))
     if others:
-        raise AdapterError(f"the adapter {str(folder)!r} has {others[0].name}, not {FILE}: {_SAVE_AGAIN}")
+        raise AdapterError(f"the adapter {quoted(folder)} has {others[0].name}, not {FILE}: {_SAVE_AGAIN}")
     return folder / FILE
 
 
@@ -242,24 +242,24 @@ def _read_config(path: Path) -> PeftConfig:
     try:
         content = json.loads(read_regular(path, MAX_CONFIG))
     except (OSError, ValueError, RecursionError) as error:
-        raise AdapterError(f"{str(path)!r} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise AdapterError(f"{quoted(path)} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if not isinstance(content, dict):
-        raise AdapterError(f"{str(path)!r} is no JSON object")
+        raise AdapterError(f"{quoted(path)} is no JSON object")
     for name in _TRAINED_OTHERWISE:
         if content.get(name):
-            raise AdapterError(f"{str(path)!r}: {name} is not supported: merge such an adapter into the model")
+            raise AdapterError(f"{quoted(path)}: {name} is not supported: merge such an adapter into the model")
     if str(content.get("peft_type", "LORA")).upper() != "LORA" or content.get("bias", "none") != "none":
         kind = f"peft_type={content.get('peft_type')!r}, bias={content.get('bias')!r}"
-        raise AdapterError(f"{str(path)!r}: {kind[:120]}: only LoRA without biases can be run beside the model")
+        raise AdapterError(f"{quoted(path)}: {kind[:120]}: only LoRA without biases can be run beside the model")
     start = content.get("init_lora_weights")
     if not any(start is each or (isinstance(start, str) and start == each) for each in _PLAIN_STARTS):
         raise AdapterError(
-            f"{str(path)!r}: init_lora_weights={str(start)[:40]!r} has changed the model's own weights: save the adapter with "
+            f"{quoted(path)}: init_lora_weights={str(start)[:40]!r} has changed the model's own weights: save the adapter with "
             "path_initial_model_for_weight_conversion, or merge it into the model"
         )
     patterns = content.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
-        raise AdapterError(f"{str(path)!r}: alpha_pattern must be an object")
+        raise AdapterError(f"{quoted(path)}: alpha_pattern must be an object")
     alphas = {_path_pattern(path, pattern): _number(path, value) for pattern, value in patterns.items()}
     return PeftConfig(_number(path, content.get("lora_alpha", 8)), bool(content.get("use_rslora")), alphas)
 
@@ -269,20 +269,20 @@ def _path_pattern(path: Path, pattern: str) -> re.Pattern[str]:
     repeats = [part for part in _REPEATS.findall(pattern) if not part.startswith("\\")]
     if len(pattern) > MAX_PATTERN or len(repeats) > MAX_REPEATS or any(part.startswith(")") for part in repeats):
         raise AdapterError(
-            f"{str(path)!r}: the alpha_pattern {pattern[:80]!r} may take too long to match: at most {MAX_REPEATS} "
+            f"{quoted(path)}: the alpha_pattern {pattern[:80]!r} may take too long to match: at most {MAX_REPEATS} "
             f"repetitions, none of them of a group, and {MAX_PATTERN} characters are possible"
         )
     try:
         return re.compile(rf"(.*\.)?({pattern})$")
     except (re.error, RecursionError, OverflowError) as error:
         raise AdapterError(
-            f"{str(path)!r}: the alpha_pattern {pattern[:80]!r} is no regular expression: {error}"
+            f"{quoted(path)}: the alpha_pattern {pattern[:80]!r} is no regular expression: {error}"
         ) from None
 
 
 def _number(path: Path, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= MAX_VALUE:
-        raise AdapterError(f"{str(path)!r}: lora_alpha={str(value)[:40]!r} must be a number up to {MAX_VALUE:g}")
+        raise AdapterError(f"{quoted(path)}: lora_alpha={str(value)[:40]!r} must be a number up to {MAX_VALUE:g}")
     return float(value)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, deserialize
 
-from staticllm.errors import AdapterError
+from staticllm.errors import AdapterError, quoted
 from staticllm.system.bf16 import from_bf16
 from staticllm.system.files import read_regular
 
@@ -70,7 +70,7 @@ def read_safetensors(path: Path) -> SafetensorsFile:
         data = read_regular(path, MAX_BYTES)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise AdapterError(f"the adapter {str(path)!r} cannot be read: {reason}") from None
+        raise AdapterError(f"the adapter {quoted(path)} cannot be read: {reason}") from None
     return parse_adapter(data, str(path))
 
 

@@ -12,7 +12,7 @@ import click
 
 import staticllm
 from staticllm.cli.options import flag, value
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, quoted
 from staticllm.system.files import whole_file
 from staticllm.wire import endpoint
 
@@ -133,7 +133,7 @@ def install(python: str, hook: Path, daemon: list[str]) -> Path:
         with whole_file(path, mode=0o644) as file:  # a link is replaced, not what it names
             file.write(line.encode("ascii"))
     except OSError as error:
-        raise ConfigError(f"{str(path)!r} cannot be written: {error.strerror or error}") from None
+        raise ConfigError(f"{quoted(path)} cannot be written: {error.strerror or error}") from None
     return path
 
 
@@ -149,7 +149,7 @@ def uninstall(python: str) -> Path | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError(f"{str(path)!r} cannot be removed: {error.strerror or error}") from None
+        raise ConfigError(f"{quoted(path)} cannot be removed: {error.strerror or error}") from None
     return path
 
 
@@ -166,12 +166,12 @@ def _folder_of(python: str) -> Path:
         )
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[-200:]
-        raise ConfigError(f"{python!r} is no Python interpreter that can be run: {reason}") from None
+        raise ConfigError(f"{quoted(python)} is no Python interpreter that can be run: {reason}") from None
     folder = Path(done.stdout.strip())
     try:
         is_there = folder.is_absolute() and folder.is_dir()
     except OSError:  # the name is too long
         is_there = False
     if not is_there:
-        raise ConfigError(f"{python!r} says no folder for its packages: give the path of a Python interpreter")
+        raise ConfigError(f"{quoted(python)} says no folder for its packages: give the path of a Python interpreter")
     return folder

@@ -11,7 +11,7 @@ import click
 
 from staticllm.cli.options import Number, flag, options_of, value
 from staticllm.cli.progress import progress
-from staticllm.errors import BlobError, ConfigError
+from staticllm.errors import BlobError, ConfigError, quoted
 from staticllm.system.files import read_regular
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _open(folder: str) -> BlobCache:
     from staticllm.compiler_passes.artifacts.cache import BlobCache
 
     if not Path(folder).is_dir():
-        raise ConfigError(f"there is no cache folder {folder!r}: give the folder that CACHE_DIR names")
+        raise ConfigError(f"there is no cache folder {quoted(folder)}: give the folder that CACHE_DIR names")
     return BlobCache(folder, key=_key())
 
 
@@ -151,7 +151,9 @@ def export(folder: str, key: str, target: str, as_json: bool) -> None:
         raise click.UsageError("KEY is empty: give a key or its prefix, `staticllm cache ls` shows the keys")
     found = [entry for entry in cache.entries() if entry.key.startswith(key)]
     if len(found) != 1:
-        raise ConfigError(f"{len(found)} sets in {folder!r} begin with {key!r}: `staticllm cache ls` shows the keys")
+        raise ConfigError(
+            f"{len(found)} sets in {quoted(folder)} begin with {key!r}: `staticllm cache ls` shows the keys"
+        )
     _copy(cache, found[0].folder, Path(target), found[0].key)
     click.echo(json.dumps(_row(found[0])) if as_json else f"{found[0].num_bytes / 1e6:.1f} MB in {target}")
 
@@ -179,9 +181,9 @@ def _copy(cache: BlobCache, original: Path, target: Path, key: str) -> None:
     from staticllm.compiler_passes.artifacts.blob_set import copy_set
 
     if target.exists():
-        raise ConfigError(f"{str(target)!r} exists already: choose another path or remove it")
+        raise ConfigError(f"{quoted(target)} exists already: choose another path or remove it")
     try:
         with cache.lease(key):
             copy_set(original, target, _key())
     except OSError as error:
-        raise BlobError(f"{str(target)!r} cannot be written: {error.strerror or error}") from error
+        raise BlobError(f"{quoted(target)} cannot be written: {error.strerror or error}") from error

@@ -13,7 +13,7 @@ from staticllm.cli.backends import Answer, Backend, Message
 from staticllm.cli.options import as_text
 from staticllm.cli.progress import progress
 from staticllm.cli.terminal import line_reader, print_error, show
-from staticllm.errors import ConfigError, PromptTooLongError, StaticLLMError
+from staticllm.errors import ConfigError, PromptTooLongError, StaticLLMError, quoted
 
 HELP = {
     "/help": "list the commands",
@@ -184,7 +184,7 @@ def read_conversation(path: Path) -> tuple[str, list[Message]]:
             raise ValueError("messages of user and assistant must alternate")
         return str(document["system"]), messages
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{str(path)!r} holds no conversation ({error}): /save writes one") from None
+        raise ConfigError(f"{quoted(path)} holds no conversation ({error}): /save writes one") from None
 
 
 def _path(command: str, argument: str) -> Path:

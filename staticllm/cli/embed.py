@@ -27,7 +27,7 @@ from staticllm.cli.options import (
 )
 from staticllm.cli.progress import Progress, progress
 from staticllm.cli.texts import TextBatch, TextInput, text_options
-from staticllm.errors import ConfigError, StaticLLMError
+from staticllm.errors import ConfigError, StaticLLMError, quoted
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -89,7 +89,7 @@ def _check(options: dict[str, Any]) -> str:
         check_output(output)
         path = Path(output).resolve()
         if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise ConfigError(f"{output!r} cannot be written: no permission")
+            raise ConfigError(f"{quoted(output)} cannot be written: no permission")
     return form
 
 

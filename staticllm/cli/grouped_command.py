@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from staticllm.errors import quoted
 from staticllm.system.files import read_regular
 
 MAX_BYTES = 1 << 20
@@ -84,23 +85,25 @@ def _read(ctx: click.Context, param: click.Parameter, path: str | None) -> None:
     try:
         found = json.loads(read_regular(Path(path), MAX_BYTES))
     except OSError as error:
-        raise click.BadParameter(f"{path!r} cannot be read: {error.strerror or error}") from None
+        raise click.BadParameter(f"{quoted(path)} cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
-        raise click.BadParameter(f"{path!r} is no JSON ({error})") from None
+        raise click.BadParameter(f"{quoted(path)} is no JSON ({error})") from None
     if not isinstance(found, dict):
-        raise click.BadParameter(f'{path!r} holds a {type(found).__name__}: must be an object, {{"seed": 7}}')
+        raise click.BadParameter(f'{quoted(path)} holds a {type(found).__name__}: must be an object, {{"seed": 7}}')
     names = {name.lstrip("-"): each for each in ctx.command.params for name in each.opts if name.startswith("--")}
     values = {}
     for key, value in found.items():
         option = names.get(key.replace("_", "-"))
         if option is None or not option.expose_value:
-            raise click.BadParameter(f"{path!r} names {key!r}: this command has no such option; --help-all lists them")
+            raise click.BadParameter(
+                f"{quoted(path)} names {key!r}: this command has no such option; --help-all lists them"
+            )
         given = _checked(path, key, value, option)
         values[str(option.name)] = given
         try:
             option.process_value(ctx, given)
         except click.BadParameter as error:
-            raise click.BadParameter(f"{path!r}: {key}: {error.message}") from None
+            raise click.BadParameter(f"{quoted(path)}: {key}: {error.message}") from None
     ctx.default_map = {**(ctx.default_map or {}), **values}
 
 
@@ -113,12 +116,12 @@ def _checked(path: str, key: str, value: Any, option: click.Parameter) -> Any:
     is_flag = isinstance(option, click.Option) and option.is_flag
     if is_flag != isinstance(value, bool):
         raise click.BadParameter(
-            f"{path!r}: {key} is {json.dumps(value)}, must be {'true or false' if is_flag else 'a value'}"
+            f"{quoted(path)}: {key} is {json.dumps(value)}, must be {'true or false' if is_flag else 'a value'}"
         )
     items = value if option.multiple and isinstance(value, list) else [value]
     if not all(isinstance(item, (str, int, float)) for item in items):
         several = " or a list of them" if option.multiple else ""
-        raise click.BadParameter(f"{path!r}: {key} is {json.dumps(value)}, must be a text or a number{several}")
+        raise click.BadParameter(f"{quoted(path)}: {key} is {json.dumps(value)}, must be a text or a number{several}")
     return [str(item) for item in items] if option.multiple else value if is_flag else str(value)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from staticllm.cli.pulling import brought
-from staticllm.errors import ModelError
+from staticllm.errors import ModelError, quoted
 from staticllm.model_dir import demo_model_path
 from staticllm.model_paths.arguments import expanded, is_model_name, is_path
 from staticllm.model_paths.hub_names import parse_hub_name
@@ -47,7 +47,7 @@ def model_and_prompt(
     if named is not None:
         if len(arguments) == 2:
             one_model(arguments[0] if is_path(arguments[0]) else None, named)
-            raise click.UsageError(f"2 arguments beside -m {named!r}, which is the model: {IN_QUOTES}")
+            raise click.UsageError(f"2 arguments beside -m {quoted(named)}, which is the model: {IN_QUOTES}")
         return ModelAndPrompt(named, first)
     if len(arguments) == 2:
         return ModelAndPrompt(arguments[0], arguments[1], "" if is_path(arguments[0]) else f", or {IN_QUOTES}")
@@ -55,8 +55,8 @@ def model_and_prompt(
         return ModelAndPrompt(first, None, f"; {AS_PROMPT}")
     if first is not None and is_model_name(first):
         raise click.UsageError(
-            f"{first!r} looks like the name of a model, and alone it would be a prompt of the {answering}: give the model as a "
-            f"folder, a GGUF file or OWNER/NAME of Hugging Face (staticllm list shows those that are here); {AS_PROMPT}"
+            f"{quoted(first)} looks like the name of a model, and alone it would be a prompt of the {answering}: give the model "
+            f"as a folder, a GGUF file or OWNER/NAME of Hugging Face (staticllm list shows those that are here); {AS_PROMPT}"
         )
     return ModelAndPrompt(None, first)
 
@@ -64,7 +64,9 @@ def model_and_prompt(
 def one_model(argument: str | None, named: str | None) -> str | None:
     """Return the model that is given as an argument or by ``-m``, None without either; a ``UsageError`` if by both."""
     if argument is not None and named is not None:
-        raise click.UsageError(f"the model is given twice, as {argument!r} and as -m {named!r}: leave one out")
+        raise click.UsageError(
+            f"the model is given twice, as {quoted(argument)} and as -m {quoted(named)}: leave one out"
+        )
     return argument if named is None else named
 
 
@@ -127,6 +129,6 @@ def model_and_texts(model: str | None, texts: tuple[str, ...]) -> tuple[str, tup
             one_model(text, first)
         if found.path.is_file():
             raise click.UsageError(
-                f"{text!r} is a file: give its lines with --file, or pipe its name to use that as a text"
+                f"{quoted(text)} is a file: give its lines with --file, or pipe its name to use that as a text"
             )
     return directory, texts

@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from staticllm.cli.model_arguments import folder_of, model_and_texts, one_model
 from staticllm.config import PROGRAMS, StaticLLMConfig
-from staticllm.errors import MAX_LEN, ConfigError, PromptError
+from staticllm.errors import MAX_LEN, ConfigError, PromptError, quoted
 from staticllm.properties import resolve
 from staticllm.system.files import refusal_of
 
@@ -307,11 +307,13 @@ def check_output(output: str) -> None:
     """
     path = Path(output)
     if path.is_dir():
-        raise ConfigError(f"{output!r} is a folder: choose the path of a file")
+        raise ConfigError(f"{quoted(output)} is a folder: choose the path of a file")
     if not path.resolve().parent.is_dir():
-        raise ConfigError(f"the folder {str(path.resolve().parent)!r} does not exist: make it first")
+        raise ConfigError(f"the folder {quoted(path.resolve().parent)} does not exist: make it first")
     if not path.exists() and (reason := refusal_of(path.resolve().parent)):
-        raise ConfigError(f"{output!r} cannot be written, {str(path.resolve().parent)!r} {reason}: choose another path")
+        raise ConfigError(
+            f"{quoted(output)} cannot be written, {quoted(path.resolve().parent)} {reason}: choose another path"
+        )
 
 
 @contextmanager

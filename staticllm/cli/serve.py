@@ -14,7 +14,7 @@ import click
 from staticllm.cli.grouped_command import GroupedCommand, option_file
 from staticllm.cli.options import PROGRAM_GROUP, Number, flag, layout_options, options_of, read_properties, value
 from staticllm.cli.pulling import brought
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, quoted
 from staticllm.model_paths.arguments import expanded
 
 if TYPE_CHECKING:
@@ -246,10 +246,10 @@ def _keys(given: tuple[str, ...], path: str | None) -> tuple[str, ...]:
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--api-key-file {path!r} cannot be read: {error}") from None
+            raise ConfigError(f"--api-key-file {quoted(path)} cannot be read: {error}") from None
         found = [line.strip() for line in lines if line.strip()]
         if not found:
-            raise ConfigError(f"--api-key-file {path!r} has no key: write one per line")
+            raise ConfigError(f"--api-key-file {quoted(path)} has no key: write one per line")
         keys += found
     if not keys and (variable := os.environ.get(KEY_VARIABLE)):
         keys.append(variable)

@@ -17,7 +17,7 @@ from staticllm.cli.grouped_command import GroupedCommand
 from staticllm.cli.options import DEVICE_HELP, flag, property_option, value, with_properties
 from staticllm.cli.progress import Progress, progress
 from staticllm.cli.terminal import printable
-from staticllm.errors import ConfigError, PromptError, StaticLLMError
+from staticllm.errors import ConfigError, PromptError, StaticLLMError, quoted
 from staticllm.system.files import refusal_of, write_whole
 
 if TYPE_CHECKING:
@@ -100,15 +100,15 @@ def _targets(paths: list[Path], options: dict[str, Any]) -> list[Path | None]:
         return [None] * len(paths)
     folder = Path(output)
     if not folder.is_dir():
-        raise ConfigError(f"--output {output!r} is no folder: make it first")
+        raise ConfigError(f"--output {quoted(output)} is no folder: make it first")
     if reason := refusal_of(folder):
-        raise ConfigError(f"--output {output!r} {reason}: choose another folder")
+        raise ConfigError(f"--output {quoted(output)} {reason}: choose another folder")
     targets: list[Path | None] = [folder / f"{path.stem}.{SUFFIXES[form]}" for path in paths]
     for index, target in enumerate(targets):
         if target in targets[:index]:
             other = paths[targets.index(target)]
             raise ConfigError(
-                f"{str(other)!r} and {str(paths[index])!r} would both become {str(target)!r}: transcribe them apart"
+                f"{quoted(other)} and {quoted(paths[index])} would both become {quoted(target)}: transcribe them apart"
             )
     return targets
 
@@ -190,7 +190,7 @@ class Transcriptions:
         try:
             handle = self._pipe.submit(recording.samples, on_window=on_window, **self._asked)
         except PromptError as error:
-            raise PromptError(f"{str(path)!r}: {error}") from error
+            raise PromptError(f"{quoted(path)}: {error}") from error
         del recording
         with self._cancellation.ending(handle.cancel):
             return Transcribed(path, max(0.0, start + seconds), later(handle.result(), start))
@@ -212,7 +212,7 @@ def _write(
         try:
             write_whole(target, text.encode(errors="replace"))  # names of files may be in no encoding
         except OSError as error:
-            raise StaticLLMError(f"{str(target)!r} cannot be written: {error.strerror or error}") from None
+            raise StaticLLMError(f"{quoted(target)} cannot be written: {error.strerror or error}") from None
         return
     form = options["form"]
     head = f"# {found.path}\n" if is_one_of_many and form == "text" else ""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from staticllm.cli.texts import TextEntry
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, quoted
 from staticllm.system.files import whole_file
 
 SUFFIXES = {".npy": "npy", ".jsonl": "jsonl", ".ndjson": "jsonl"}
@@ -34,7 +34,7 @@ def chosen_format(output: str | None, named: str | None) -> str:
     found = named or ("jsonl" if output is None else SUFFIXES.get(Path(output).suffix.lower()))
     if found is None:
         raise click.UsageError(
-            f"--output {output!r}: the suffix says no format: use {', '.join(SUFFIXES)}, or --format"
+            f"--output {quoted(output)}: the suffix says no format: use {', '.join(SUFFIXES)}, or --format"
         )
     is_stream = output is None or (Path(output).exists() and not Path(output).is_file() and not Path(output).is_dir())
     if found == "npy" and is_stream:
@@ -66,7 +66,7 @@ def vector_writer(output: str | None, form: str) -> Iterator[Write]:
     except OSError as error:
         if output is None or (error.filename is None and isinstance(error, BrokenPipeError)):
             raise
-        raise ConfigError(f"{output!r} cannot be written: {error.strerror or error}") from error
+        raise ConfigError(f"{quoted(output)} cannot be written: {error.strerror or error}") from error
 
 
 def _lines_to(file: BinaryIO) -> Write:

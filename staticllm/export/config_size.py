@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from staticllm.errors import ModelError, shown
+from staticllm.errors import ModelError, quoted, shown
 from staticllm.system.files import read_regular
 
 CONFIG = "config.json"
@@ -59,7 +59,7 @@ def _check(config: dict[str, Any], folder: Path, num_bytes: int) -> None:
 
 
 def _refusal(folder: Path, what: str) -> ModelError:
-    return ModelError(f"{str(folder / CONFIG)!r} {what}: download the model again")
+    return ModelError(f"{quoted(folder / CONFIG)} {what}: download the model again")
 
 
 def _first(config: dict[str, Any], names: tuple[str, ...]) -> tuple[str, int]:

@@ -23,7 +23,7 @@ from filelock import Timeout
 
 from staticllm.children.child import ChildLostError, last_words
 from staticllm.children.line_child import LineChild
-from staticllm.errors import ConfigError, ModelError, StaticLLMError
+from staticllm.errors import ConfigError, ModelError, StaticLLMError, quoted
 from staticllm.export.packages import OPENVINO, PACKAGES, installations, mismatches
 from staticllm.system.cache_folder import user_cache
 from staticllm.system.file_lock import acquire
@@ -102,7 +102,7 @@ def set_up(on_step: OnStep = ignore_step) -> ExportEnvironment:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lease = acquire(folder.with_name(f"{folder.name}.lock"), timeout=0)
     except Timeout:
-        raise ConfigError(f"another process sets up {str(folder)!r} now: wait for its end") from None
+        raise ConfigError(f"another process sets up {quoted(folder)} now: wait for its end") from None
     except OSError as error:
         raise _unwritable(folder, error) from None
     with lease:
@@ -113,7 +113,7 @@ def _made(folder: Path, on_step: OnStep) -> ExportEnvironment:
     free = shutil.disk_usage(folder.parent).free
     if free < NEEDED_BYTES:
         raise ConfigError(
-            f"the environment for exports needs {NEEDED_BYTES / 1e9:.0f} GB or more in {str(folder.parent)!r}, which has "
+            f"the environment for exports needs {NEEDED_BYTES / 1e9:.0f} GB or more in {quoted(folder.parent)}, which has "
             f"{free / 1e9:.1f} GB free: free some, set XDG_CACHE_HOME to a folder of a larger disk, or give --python"
         )
     try:
@@ -193,14 +193,14 @@ def check_python(python: Path) -> None:
         found = ask(python, {"do": "versions", "packages": names}, CHECK_SECONDS)
     except StaticLLMError as error:
         raise ConfigError(
-            f"{str(python)!r} is no Python that can export ({error}): give another with --python"
+            f"{quoted(python)} is no Python that can export ({error}): give another with --python"
         ) from None
     packages = found.get("packages")
     wrong = mismatches(packages if isinstance(packages, dict) else {})
     if wrong:
         more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ConfigError(
-            f"{str(python)!r}: {wrong[0]}{more}: install it there, or use `staticllm export --setup` without --python"
+            f"{quoted(python)}: {wrong[0]}{more}: install it there, or use `staticllm export --setup` without --python"
         )
 
 
@@ -261,6 +261,6 @@ def _check_frozen() -> None:
 
 def _unwritable(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"the environment for exports cannot be made in {str(folder)!r} ({error.strerror or error}): set XDG_CACHE_HOME to a "
+        f"the environment for exports cannot be made in {quoted(folder)} ({error.strerror or error}): set XDG_CACHE_HOME to a "
         "writable folder with free space, or give --python"
     )

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from staticllm.errors import ConfigError, ModelError
+from staticllm.errors import ConfigError, ModelError, quoted
 from staticllm.export.config_size import check_config_size
 from staticllm.export.environment import OnStep, ask, ignore_step
 from staticllm.export.weights import WeightFormat, WeightType, weights_for
@@ -111,12 +111,13 @@ def export(request: ExportRequest, python: Path, on_step: OnStep = ignore_step) 
         try:
             done = ask(python, values, seconds, on_step, environment)
         except ModelError as error:
-            raise ModelError(f"{request.source!r} cannot be exported: {_with_remedy(str(error))}") from None
+            raise ModelError(f"{quoted(request.source)} cannot be exported: {_with_remedy(str(error))}") from None
         written = path_kind(scratch / "model", needs_tokenizer=is_decoder)
         if not written.is_loadable:
             missing = written.found or "openvino_model.xml"
             raise ModelError(
-                f"{request.source!r} cannot be exported: optimum has not written {missing}; check that its tokenizer is complete"
+                f"{quoted(request.source)} cannot be exported: optimum has not written {missing}; check that its "
+                "tokenizer is complete"
             )
         num_written = sum(path.stat().st_size for path in (scratch / "model").rglob("*"))
         _move(scratch / "model", request.target)
@@ -190,19 +191,19 @@ def _base(adapter: Path) -> str:
 def _check_target(target: Path) -> None:
     """Raise ``ConfigError`` if no folder can be made there: it holds something, is in use, or cannot be written."""
     if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise ConfigError(f"{str(target)!r} exists and is no folder: choose another path")
+        raise ConfigError(f"{quoted(target)} exists and is no folder: choose another path")
     if target.is_dir():
         if any(target.iterdir()):
-            raise ConfigError(f"{str(target)!r} is not empty: choose the path of a new folder")
+            raise ConfigError(f"{quoted(target)} is not empty: choose the path of a new folder")
         if target.resolve() == Path.cwd() or os.path.ismount(target):
             raise ConfigError(
-                f"{str(target)!r} cannot be replaced, as it is in use: choose the path of a new folder in it"
+                f"{quoted(target)} cannot be replaced, as it is in use: choose the path of a new folder in it"
             )
     parent = target.absolute().parent
     if not parent.is_dir():
-        raise ConfigError(f"the folder {str(parent)!r} does not exist: make it first")
+        raise ConfigError(f"the folder {quoted(parent)} does not exist: make it first")
     if reason := refusal_of(parent):
-        raise ConfigError(f"{str(target)!r} cannot be written, {str(parent)!r} {reason}: choose another path")
+        raise ConfigError(f"{quoted(target)} cannot be written, {quoted(parent)} {reason}: choose another path")
 
 
 @contextmanager
@@ -214,7 +215,7 @@ def _scratch(target: Path, num_bytes: int, weights: WeightFormat) -> Iterator[Pa
     free = shutil.disk_usage(parent).free
     if needed > free:
         raise ConfigError(
-            f"the export needs about {needed / 1e9:.1f} GB in {str(parent)!r}, which has {free / 1e9:.1f} GB free: free "
+            f"the export needs about {needed / 1e9:.1f} GB in {quoted(parent)}, which has {free / 1e9:.1f} GB free: free "
             "space, or choose a folder of a larger disk"
         )
     scratch = parent / f".{target.name}{_UNFINISHED}{os.getpid()}.{secrets.token_hex(4)}"
@@ -224,7 +225,7 @@ def _scratch(target: Path, num_bytes: int, weights: WeightFormat) -> Iterator[Pa
         yield scratch
     except OSError as error:
         raise ConfigError(
-            f"{str(target)!r} cannot be written ({error.strerror or error}): choose another path"
+            f"{quoted(target)} cannot be written ({error.strerror or error}): choose another path"
         ) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

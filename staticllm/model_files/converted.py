@@ -28,7 +28,7 @@ from filelock import Timeout
 from staticllm.children.answers import check
 from staticllm.children.child import Child, ChildLostError, last_words, python_command
 from staticllm.core import OnProgress, ProgressEvent, Stage
-from staticllm.errors import ModelError
+from staticllm.errors import ModelError, quoted
 from staticllm.model_files.gguf_architectures import check_architecture
 from staticllm.model_files.gguf_header import GGUFHeader, read_gguf_header
 from staticllm.system.cache_folder import user_cache
@@ -127,7 +127,7 @@ def _cache_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ModelError(
-            f"no model can be kept in {str(folder)!r} ({error.strerror or error}): free space there, or set XDG_CACHE_HOME to a "
+            f"no model can be kept in {quoted(folder)} ({error.strerror or error}): free space there, or set XDG_CACHE_HOME to a "
             "writable folder"
         ) from None
 
@@ -146,14 +146,14 @@ def _state_of(path: Path) -> _FileState:
     try:
         stamp = stamp_of(path)
     except OSError as error:
-        raise ModelError(f"{str(path)!r} cannot be read ({error.strerror or error}): {remedy_of(error)}") from None
+        raise ModelError(f"{quoted(path)} cannot be read ({error.strerror or error}): {remedy_of(error)}") from None
     values = (str(path.resolve()), stamp, converter())
     return _FileState(sha256(repr(values).encode()).hexdigest()[:_DIGEST_CHARS], stamp[2])
 
 
 def _check_unchanged(path: Path, state: _FileState, is_same: bool = True) -> None:
     if not is_same or _state_of(path) != state:
-        raise ModelError(f"{str(path)!r} was changed while it was converted: wait until it is complete, and try again")
+        raise ModelError(f"{quoted(path)} was changed while it was converted: wait until it is complete, and try again")
 
 
 def _is_settled(note: Path, state: _FileState) -> bool:
@@ -265,7 +265,7 @@ def _check_room(path: Path, folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise ModelError(
-            f"{str(path)!r} needs {needed / 1e9:.1f} GB in {str(folder)!r}, which has {free / 1e9:.1f} GB: free space "
+            f"{quoted(path)} needs {needed / 1e9:.1f} GB in {quoted(folder)}, which has {free / 1e9:.1f} GB: free space "
             "there, or set XDG_CACHE_HOME to a folder of a larger disk"
         )
 
@@ -335,7 +335,7 @@ def run_child(path: Path, scratch: Path, lock: Path) -> None:
     """
     if getattr(sys, "frozen", False):
         raise ModelError(
-            f"{str(path)!r} cannot be converted by a frozen application: give it a converted model directory"
+            f"{quoted(path)} cannot be converted by a frozen application: give it a converted model directory"
         )
     errors = scratch / "errors.txt"
     body = {"path": str(path.absolute()), "target": str(scratch.absolute()), "lock": str(lock.absolute())}
@@ -348,12 +348,12 @@ def run_child(path: Path, scratch: Path, lock: Path) -> None:
                 warnings.warn(note, RuntimeWarning, stacklevel=2)
     except TimeoutError:
         raise ModelError(
-            f"{str(path)!r} was not converted in {MAX_SECONDS:g} s: convert it on a faster machine"
+            f"{quoted(path)} was not converted in {MAX_SECONDS:g} s: convert it on a faster machine"
         ) from None
     except ChildLostError as error:
         said = last_words(errors)
         raise ModelError(
-            f"the reader crashed on {str(path)!r} (exit code {error.code}): the file is damaged, or does not fit into memory"
+            f"the reader crashed on {quoted(path)} (exit code {error.code}): the file is damaged, or does not fit into memory"
             + (f"; {said}" if said else "")
         ) from None
     errors.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from staticllm.errors import ModelError, shown
+from staticllm.errors import ModelError, quoted, shown
 from staticllm.model_files.gguf_header import GGUFHeader, kinds_of
 from staticllm.model_files.gguf_tensors import (
     LayerTensors,
@@ -170,7 +170,7 @@ def check_architecture(header: GGUFHeader) -> GGUFArchitecture:
     """
     reason = next(_reasons(header), None)
     if reason is not None:
-        raise ModelError(f"{str(header.path)!r} {reason}")
+        raise ModelError(f"{quoted(header.path)} {reason}")
     return ARCHITECTURES[header.architecture]
 
 

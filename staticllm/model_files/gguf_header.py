@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from staticllm.errors import ModelError, shown
+from staticllm.errors import ModelError, quoted, shown
 from staticllm.system.files import open_regular, remedy_of
 
 MAGIC = b"GGUF"
@@ -217,17 +217,17 @@ def read_gguf_header(path: Path) -> GGUFHeader:
             num_bytes = os.fstat(file.fileno()).st_size
             header = _header(path, _HeaderReader(file, num_bytes), num_bytes)
     except OSError as error:
-        raise ModelError(f"{str(path)!r} cannot be read ({error.strerror or error}): {remedy_of(error)}") from None
+        raise ModelError(f"{quoted(path)} cannot be read ({error.strerror or error}): {remedy_of(error)}") from None
     except _DamagedError as error:
-        raise ModelError(f"{str(path)!r} is damaged ({error}): download it again") from None
+        raise ModelError(f"{quoted(path)} is damaged ({error}): download it again") from None
     except _OtherVersionError as error:
-        raise ModelError(f"{str(path)!r} {error}") from None
+        raise ModelError(f"{quoted(path)} {error}") from None
     except MemoryError:
-        raise ModelError(f"{str(path)!r} has more metadata than memory is free: close other programs") from None
+        raise ModelError(f"{quoted(path)} has more metadata than memory is free: close other programs") from None
     parts = header.number(SPLITS)
     if parts is not None and parts > 1:
         raise ModelError(
-            f"{str(path)!r} is one of {parts} parts: join them with `gguf-split --merge` and give the whole file"
+            f"{quoted(path)} is one of {parts} parts: join them with `gguf-split --merge` and give the whole file"
         )
     return header
 

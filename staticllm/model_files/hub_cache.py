@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from staticllm.errors import ModelError
+from staticllm.errors import ModelError, quoted
 from staticllm.model_files.hub import COMMIT, MAIN, MOST_REF, cache_folder
 from staticllm.model_files.hub_files import is_gguf_model, quant_of
 from staticllm.model_paths import path_kinds as kinds
@@ -65,7 +65,7 @@ def remove_pulled(models: Sequence[PulledModel]) -> None:
         raise ModelError(f"{error.filename!r} cannot be removed: {error.strerror or error}") from None
     left = [model for model in models if model.path.exists()]
     if left:
-        raise ModelError(f"{str(left[0].path)!r} could not be removed: check its permissions")
+        raise ModelError(f"{quoted(left[0].path)} could not be removed: check its permissions")
 
 
 def _scan() -> HFCacheInfo | None:

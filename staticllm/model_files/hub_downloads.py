@@ -21,7 +21,7 @@ import psutil
 from staticllm.children.answers import check
 from staticllm.children.child import Child, ChildLostError, python_command
 from staticllm.core import OnProgress, ProgressEvent, Stage
-from staticllm.errors import ConfigError, ModelError
+from staticllm.errors import ConfigError, ModelError, quoted
 from staticllm.model_files.hub import cache_folder, repository_folder
 from staticllm.model_files.hub_errors import endpoint, offline
 from staticllm.model_files.hub_files import HubFile, Repository, files_of_model
@@ -125,7 +125,7 @@ def _announce(
     free = shutil.disk_usage(place).free
     if needed + SPARE_BYTES > free:
         raise ModelError(
-            f"{name} needs {_gigabytes(needed)} in {str(cache_folder())!r}, which has {_gigabytes(free)}: free space there, "
+            f"{name} needs {_gigabytes(needed)} in {quoted(cache_folder())}, which has {_gigabytes(free)}: free space there, "
             "or set HF_HOME to a folder of a larger disk"
         )
     what = files[0].name if len(files) == 1 else f"{len(missing)} files"

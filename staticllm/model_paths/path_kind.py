@@ -8,13 +8,13 @@ import re
 import shlex
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from staticllm.errors import shown
+from staticllm.errors import MAX_SHOWN, quoted, shown
 from staticllm.kinds import kind_of_files
 from staticllm.model_paths import path_kinds as kinds
 from staticllm.model_paths.hub_names import ARCHIVES, FILE_ENDINGS, WEIGHTS, parse_hub_name
@@ -55,6 +55,8 @@ class ModelPath:
     """Which one of several is meant, if its name says less."""
     is_guess: bool = False
     """Whether it can mean another one when more of its repository is here."""
+    given: str = ""
+    """The path as it was typed, if it was: on Windows a ``Path`` has other separators."""
 
     @property
     def is_loadable(self) -> bool:
@@ -79,9 +81,14 @@ class ModelPath:
         """What it is, with the path."""
         if self.kind.name == "missing":
             is_file = self.path.name.lower().endswith(FILE_ENDINGS)
-            name = shown(str(self.path))
+            name = _shown(self.typed)
             return f"there is no file {name}" if is_file else f"no model directory at {name}"
-        return f"{shown(str(self.path))} {self._filled(self.kind.what)}"
+        return f"{_shown(self.typed)} {self._filled(self.kind.what)}"
+
+    @property
+    def typed(self) -> str:
+        """The path as messages show it."""
+        return self.given or str(self.path)
 
     @property
     def remedy(self) -> str:
@@ -96,7 +103,7 @@ class ModelPath:
     def _filled(self, text: str) -> str:
         name = _resolved(self.directory).name or "model"
         return text.format(
-            model=_quoted(self.directory if self.kind.name != "missing" else self.path),
+            model=_quoted(self.directory if self.kind.name != "missing" else self.typed),
             out=_quoted(f"{name}_openvino"),
             set=_quoted(self.directory),
             task=self.task,
@@ -115,11 +122,12 @@ def _resolved(path: Path) -> Path:
 def path_kind(path: str | os.PathLike[str], needs_tokenizer: bool = False) -> ModelPath:
     """Return what a path holds. With ``needs_tokenizer``, an OpenVINO model without a tokenizer is a kind of its own."""
     given = Path(path)
+    typed = path if isinstance(path, str) else ""
     if _is(Path.is_file, given):
-        return _of_file(given, needs_tokenizer)
+        return replace(_of_file(given, needs_tokenizer), given=typed)
     if not _is(Path.is_dir, given):
-        return ModelPath(given, given, _kind_of_name(given))
-    return _of_folder(_Folder.read(given), given, needs_tokenizer)
+        return ModelPath(given, given, _kind_of_name(typed or given.as_posix()), given=typed)
+    return replace(_of_folder(_Folder.read(given), given, needs_tokenizer), given=typed)
 
 
 def kind_of_listing(name: str, files: Mapping[str, bytes]) -> ModelPath:
@@ -131,10 +139,14 @@ def kind_of_listing(name: str, files: Mapping[str, bytes]) -> ModelPath:
     return _of_folder(_Listed.of(given, files), given, False)
 
 
-def _kind_of_name(path: Path) -> PathKind:
+def _shown(path: str) -> str:
+    return quoted(path) if len(path) <= MAX_SHOWN else shown(path)
+
+
+def _kind_of_name(typed: str) -> PathKind:
     """Return the kind of a path that does not exist: it may be a name on Hugging Face, unless its first folder exists."""
-    name = parse_hub_name(path.as_posix())
-    if name is None or (not name.is_prefixed and _is(Path.is_dir, Path(path.parts[0]))):
+    name = parse_hub_name(typed)
+    if name is None or (not name.is_prefixed and _is(Path.is_dir, Path(Path(typed).parts[0]))):
         return kinds.MISSING
     return kinds.HUB_NAME if find_spec("huggingface_hub") is not None else kinds.HUB_NAME_ALONE
 

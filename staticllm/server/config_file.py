@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from staticllm.errors import ConfigError, shown
+from staticllm.errors import ConfigError, quoted, shown
 from staticllm.model_paths.arguments import expanded
 from staticllm.server.answers.asks import sampling_of
 from staticllm.server.models.served import ModelSpec, kind_of, model_spec
@@ -99,11 +99,11 @@ def read_config_file(path: str) -> ServerConfig:
                 _check_keys(entry, kind, f"{name}[{number}].")
         config = typed(found, ServerConfig)
     except OSError as error:
-        raise ConfigError(f"--config {path!r} cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"--config {quoted(path)} cannot be read: {error.strerror or error}") from None
     except RecursionError:
-        raise ConfigError(f"--config {path!r}: it is nested too deeply") from None
+        raise ConfigError(f"--config {quoted(path)}: it is nested too deeply") from None
     except ValueError as error:  # also of TOML and UTF-8
-        raise ConfigError(f"--config {path!r}: {error}") from None
+        raise ConfigError(f"--config {quoted(path)}: {error}") from None
     return replace(config, models=[_from_folder(entry, Path(path).parent) for entry in config.models])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, quoted
 from staticllm.system.files import read_regular, whole_file
 from staticllm.wire import endpoint
 
@@ -62,7 +62,7 @@ class ReadySignal:
                 with whole_file(self._file, mode=MODE) as file:
                     file.write(data)
             except OSError as error:
-                raise ConfigError(f"--ready-file {str(self._file)!r} cannot be written: {error.strerror}") from None
+                raise ConfigError(f"--ready-file {quoted(self._file)} cannot be written: {error.strerror}") from None
             self._is_written = True
         if self._fd is not None:
             fd = self._fd
@@ -113,13 +113,13 @@ def _remove_stale(path: Path) -> None:
     """
     try:
         if path.is_dir():
-            raise ConfigError(f"--ready-file {str(path)!r} is a folder: name a file")
+            raise ConfigError(f"--ready-file {quoted(path)} is a folder: name a file")
         path.unlink(missing_ok=True)
         with whole_file(path, mode=MODE):
             pass
         path.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"--ready-file {str(path)!r} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"--ready-file {quoted(path)} cannot be written: {error.strerror}") from None
 
 
 class PortInUseError(ConfigError):

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from staticllm.errors import ConfigError
+from staticllm.errors import ConfigError, quoted
 from staticllm.pipelines.text.output_processor import RequestOutput
 from staticllm.server.http.access import CLIENT
 from staticllm.server.http.errors import to_json
@@ -115,7 +115,7 @@ class AccessLog:
             stream = sys.stderr if path == STANDARD_ERROR else None
             handler = logging.FileHandler(path, encoding="utf-8") if stream is None else logging.StreamHandler(stream)
         except OSError as error:
-            raise ConfigError(f"--access-log {path!r} cannot be written: {error.strerror}") from None
+            raise ConfigError(f"--access-log {quoted(path)} cannot be written: {error.strerror}") from None
         handler.setFormatter(logging.Formatter("%(message)s"))
         self._handler = handler
         lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()

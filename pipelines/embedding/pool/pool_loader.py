@@ -15,7 +15,7 @@ import openvino_genai as genai
 
 from staticllm.core import OnProgress, ProgressEvent
 from staticllm.devices import get_core, kind
-from staticllm.errors import ConfigError, as_ours
+from staticllm.errors import ConfigError, as_ours, quoted
 from staticllm.model_files.model_at import check_model_dir
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.system.load_progress import LoadProgress
@@ -244,7 +244,7 @@ def _keep(path: Path, key: str, estimates: Sequence[Estimate]) -> None:
         write_estimates(path, key, estimates)
     except OSError as error:
         raise ConfigError(
-            f"QUEUE_DEPTHS {str(path)!r}: cannot be written ({error.strerror or error}): give a file in a folder that can be"
+            f"QUEUE_DEPTHS {quoted(path)}: cannot be written ({error.strerror or error}): give a file in a folder that can be"
         ) from None
 
 

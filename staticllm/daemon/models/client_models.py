@@ -15,7 +15,7 @@ from staticllm.adapters.lora import FILE, LoraAdapter, read_adapter
 from staticllm.config import StaticLLMConfig
 from staticllm.daemon import bodies
 from staticllm.daemon.bodies import read_body
-from staticllm.errors import AdapterError, ConfigError, ModelError
+from staticllm.errors import AdapterError, ConfigError, ModelError, quoted
 from staticllm.model_dir import check_ir, weights_of, weights_size
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.pipelines.launch.arguments import Candidate
@@ -71,7 +71,7 @@ def origin_of(message: Message) -> ModelOrigin:
     xml = Path(asked.path if asked.spool is None else asked.spool)
     weights = Path(asked.weights) if asked.weights else xml.with_suffix(".bin")
     if not xml.is_absolute() or not weights.is_absolute() or xml.suffix != ".xml" or not xml.is_file():
-        raise ModelError(f"the model {str(xml)!r} is not an absolute path of an IR (.xml) that exists")
+        raise ModelError(f"the model {quoted(xml)} is not an absolute path of an IR (.xml) that exists")
     check_ir(xml, weights if weights.is_file() else None)
     found = [list(stamp_of(path)) for path in (xml, weights) if path.is_file()]
     if asked.stamp and asked.stamp != found:
@@ -103,7 +103,7 @@ class AdapterFile:
         adapter = read_adapter(self.path)
         if adapter.name != self.name:
             raise AdapterError(
-                f"the adapter {str(self.path)!r} has changed since the program read it: load the model again"
+                f"the adapter {quoted(self.path)} has changed since the program read it: load the model again"
             )
         return adapter
 
@@ -232,7 +232,7 @@ def _stamp_of(path: Path) -> Stamp:
     try:
         return stamp_of(path)
     except OSError as error:
-        raise ModelError(f"{str(path)!r} cannot be read: {error.strerror}") from error
+        raise ModelError(f"{quoted(path)} cannot be read: {error.strerror}") from error
 
 
 def _path_of(text: str) -> Path:

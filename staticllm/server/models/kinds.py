@@ -15,7 +15,7 @@ import openvino as ov
 from staticllm.compiler_passes.model_kind import SCORES, check_kind, kind_of
 from staticllm.core import OnProgress
 from staticllm.devices import check_device, default_mode, get_core, is_present, known_properties, named_devices
-from staticllm.errors import ModelError, StaticLLMError
+from staticllm.errors import ModelError, StaticLLMError, quoted
 from staticllm.kinds import KINDS
 from staticllm.model_dir import read_model
 from staticllm.model_files.hub import located
@@ -255,7 +255,7 @@ class SpeechKind(ServedKind):
         found = speech_files(directory).directory
         if not self.fits(read_model(get_core(), found, model_file=ENCODER), found):
             raise ModelError(
-                f"{str(found)!r} is no speech model: {ENCODER} reads no features of sound; export it again"
+                f"{quoted(found)} is no speech model: {ENCODER} reads no features of sound; export it again"
             )
         return found
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 from staticllm.core import OnProgress, ProgressEvent
-from staticllm.errors import ClosedError, ConfigError
+from staticllm.errors import ClosedError, ConfigError, quoted
 from staticllm.model_dir import demo_model_path
 from staticllm.model_files.hub import located
 from staticllm.model_paths.arguments import expanded
@@ -72,7 +72,7 @@ def model_spec(argument: str) -> ModelSpec:
         path = argument
         name = located(expanded(path)).name
     if not name.strip():
-        raise ConfigError(f"{argument!r}: a model is NAME=PATH or PATH")
+        raise ConfigError(f"{quoted(argument)}: a model is NAME=PATH or PATH")
     return ModelSpec(name, *found_model(expanded(path)))  # shells leave the ~ of NAME=~/folder as it is
 
 

@@ -19,6 +19,7 @@ from staticllm import (
     draft_model,
 )
 from staticllm.adapters.lora import read_adapter
+from staticllm.errors import quoted
 from staticllm.model_paths.path_kind import path_kind
 from staticllm.pipelines.diagnostics.doctor import check_model
 from staticllm.pipelines.embedding.text_tokenizer import TextTokenizer
@@ -183,7 +184,7 @@ def test_a_damaged_gguf_file_gets_one_line_from_every_verb(is_folder, tmp_path, 
     path.write_bytes(b"GGUF\3\0\0\0" + b"\xff" * 16)
     for words in VERBS.values():
         done = staticllm(*(str(path.parent if is_folder else path) if word == "MODEL" else word for word in words))
-        assert done.stderr.startswith(f"Error: {str(path)!r} is damaged (the number of tensors is ")
+        assert done.stderr.startswith(f"Error: {quoted(path)} is damaged (the number of tensors is ")
         assert done.stderr.count("\n") == 1
         assert done.returncode == 1
     with pytest.raises(ModelError, match="is damaged"):

@@ -24,7 +24,7 @@ from staticllm.compiler_passes.compiling.npu_platform import PLATFORMS
 from staticllm.compiler_passes.npu_compiler import find
 from staticllm.compiler_passes.npu_compiler.child_compiler import ChildCompiler, Launch
 from staticllm.devices import check_known
-from staticllm.errors import ConfigError, DeviceError
+from staticllm.errors import ConfigError, DeviceError, quoted
 from staticllm.pipelines.diagnostics.doctor import SYMMETRIC_4_BIT, SYMMETRIC_8_BIT, check_weights, examine
 from staticllm.pipelines.diagnostics.kinds import diagnosis_of, job_in
 from staticllm.pipelines.diagnostics.npu_reports import NOT_REPEATING
@@ -228,7 +228,7 @@ def test_traces_are_one_file_per_part(zoo, priced, tmp_path):
     assert all(file.name.replace("-", "").replace(".json", "").isalnum() for file in files)
     again = command_line.in_here(*command)
     assert again.returncode == 1
-    assert f"{str(folder)!r} exists already: give another folder" in again.stderr
+    assert f"{quoted(folder)} exists already: give another folder" in again.stderr
     assert again.stderr.count("\n") == 1
     assert sorted(folder.iterdir()) == files
     assert list(tmp_path.iterdir()) == [folder]

@@ -23,6 +23,7 @@ from staticllm import (
     StaticLLMPipeline,
     UnsupportedModelError,
 )
+from staticllm.errors import quoted
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -89,7 +90,7 @@ def test_missing_weights_are_not_called_short(copy_of, name):
         change()
         with pytest.raises(ModelError) as error:
             StaticLLMPipeline(weights.parent)
-        assert one_line(error).startswith(f"{str(weights)!r} {what}, {weights.with_suffix('.xml').name} needs ")
+        assert one_line(error).startswith(f"{quoted(weights)} {what}, {weights.with_suffix('.xml').name} needs ")
     weights = weights.with_name("other.bin")
     with pytest.raises(ModelError, match=r"other\.bin' is missing"):
         StaticLLMPipeline(weights.parent, WEIGHTS_PATH=str(weights))

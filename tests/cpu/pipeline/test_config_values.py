@@ -9,7 +9,7 @@ import openvino_genai as genai
 import pytest
 
 from staticllm import StaticLLMPipeline, demo_model_path
-from staticllm.errors import GenerationConfigError
+from staticllm.errors import GenerationConfigError, quoted
 from staticllm.pipelines.diagnostics.doctor import check_model
 from staticllm.pipelines.diagnostics.reference import EXACT
 from staticllm.pipelines.generation.options.resolve import NAMES, unreadable_field
@@ -85,7 +85,7 @@ def test_an_impossible_field_is_named_with_its_file(fields, said, tmp_path):
     with StaticLLMPipeline(model, "CPU", MAX_PROMPT_LEN=128, **EXACT) as pipe:
         with pytest.raises(GenerationConfigError) as error:
             pipe.generate("Hello", rng_seed=3)
-        assert str(error.value).startswith(f"{str(model / 'generation_config.json')!r}: {said}")
+        assert str(error.value).startswith(f"{quoted(model / 'generation_config.json')}: {said}")
         with pytest.raises(GenerationConfigError, match=r"^top_k=-7"):
             pipe.generate("Hello", top_k=-7)  # the fault of the request has no file
         changed = pipe.get_generation_config()
@@ -112,7 +112,7 @@ def test_a_field_of_a_wrong_type_is_named_with_its_file(fields, said, tmp_path):
     model = model_with(tmp_path, fields)
     with pytest.raises(GenerationConfigError) as error:
         StaticLLMPipeline(model, "CPU", MAX_PROMPT_LEN=128, **EXACT)
-    assert str(error.value) == f"{str(model / 'generation_config.json')!r}: {said}; correct it in this file"
+    assert str(error.value) == f"{quoted(model / 'generation_config.json')}: {said}; correct it in this file"
     found = check_model(str(model), "CPU", None, lambda event: None)
     assert found.remedy == "correct the field in generation_config.json, or remove it there"
 

@@ -14,7 +14,7 @@ from staticllm.cli import cli
 from staticllm.config import StaticLLMConfig
 from staticllm.core import CrossWindows
 from staticllm.devices import check_device
-from staticllm.errors import BlobError
+from staticllm.errors import BlobError, quoted
 from staticllm.kinds import KINDS, FilesInParts, KnownKind, register
 from staticllm.model_paths.path_kind import path_kind
 from staticllm.pipelines.diagnostics.diagnosis import Diagnosis, Jobs, Trial
@@ -118,7 +118,7 @@ def test_a_kind_in_parts_goes_through_the_commands(tmp_path):
     assert path_kind(folder).kind.name == "other openvino", "one of its files is missing"
     written(folder, "echo_far.xml")
     (folder / "echo.json").write_text("{}")
-    assert path_kind(folder).problem == f"{str(folder)!r} holds an echo model: shout at {folder}"
+    assert path_kind(folder).problem == f"{quoted(folder)} holds an echo model: shout at {folder}"
     for arguments, text in {
         ("inspect",): "== near",
         ("plan",): "== far",

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from staticllm.cli import _COMMANDS, _OF_OTHERS, cli
 from staticllm.cli.grouped_command import GroupedCommand
+from staticllm.errors import quoted
 
 HEAVY = (
     "numpy",
@@ -144,7 +145,7 @@ def test_a_mistake_in_a_file_of_options_is_one_line_with_the_file(given, tmp_pat
     assert result.exit_code == 2
     last = result.output.splitlines()[-1]
     assert words in last
-    assert last.startswith(f"Error: Invalid value for '--options': {str(tmp_path / 'options.json')!r}")
+    assert last.startswith(f"Error: Invalid value for '--options': {quoted(tmp_path / 'options.json')}")
 
 
 def test_a_file_that_is_missing_is_one_line():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from staticllm.errors import quoted
 from staticllm.model_paths.arguments import is_path
 from staticllm.model_paths.path_kind import path_kind
 
@@ -82,8 +83,8 @@ def test_a_folder_is_one_kind_with_one_remedy(name, tmp_path):
     folder = written(tmp_path / "held", files)
     found = path_kind(folder, needs_tokenizer=True)
     assert found.kind.name == kind
-    assert words.replace("@", str(folder)) in found.problem
-    assert found.problem.startswith(repr(str(folder)))
+    assert words.replace("@/", f"{folder}{os.sep}").replace("@", str(folder)) in found.problem
+    assert found.problem.startswith(quoted(folder))
     assert not found.is_loadable
     assert "\n" not in found.problem
     assert not re.search(r"[{}]", found.problem), "every blank is filled"
