@@ -300,7 +300,7 @@ def check_wait_so_far(plan: Plan, start: float) -> None:
 
 
 def _check_wait(plan: Plan, view: View) -> Plan:
-    if plan != Plan(wait_until=plan.wait_until):
+    if replace(plan, wait_until=None) != Plan():
         raise IllegalPlanError("waits-alone", "the plan waits and has requests or a job")
     if not view.idle:
         raise IllegalPlanError("waits-for-idle", "the plan waits although no request is idle")

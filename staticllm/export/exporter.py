@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from staticllm.errors import ConfigError, ModelError, quoted
@@ -20,6 +21,7 @@ from staticllm.model_paths import path_kinds as kinds
 from staticllm.model_paths.hub_names import WEIGHTS
 from staticllm.model_paths.path_kind import ModelPath, path_kind
 from staticllm.system.files import read_regular, refusal_of
+from staticllm.wire.held_files import patiently
 
 DECODER = "text-generation-with-past"
 TASKS = {
@@ -241,4 +243,4 @@ def _remove_unfinished(parent: Path, name: str) -> None:
 def _move(model: Path, target: Path) -> None:
     if target.is_dir():
         target.rmdir()  # raises if something was put there meanwhile
-    model.rename(target)
+    patiently(partial(model.rename, target))

@@ -37,6 +37,7 @@ from staticllm.system.files import open_regular, read_regular, remedy_of, whole_
 from staticllm.system.long_calls import LOOK_SECONDS, attended, checkpoint, told
 from staticllm.system.threads import ThreadPool
 from staticllm.wire.file_stamp import stamp_of
+from staticllm.wire.held_files import patiently
 from staticllm.wire.messages import Kind, Message
 
 FOLDER = "converted"
@@ -230,7 +231,7 @@ def remove_converted(model: ConvertedModel) -> None:
             if _noted(note) == model.folder.name:
                 note.unlink(missing_ok=True)
         trash = model.folder.with_name(f"{_UNFINISHED}{os.getpid()}.{secrets.token_hex(4)}")
-        model.folder.rename(trash)  # at once, so that no start finds a part of it
+        patiently(partial(model.folder.rename, trash))  # at once, so that no start finds a part of it
         shutil.rmtree(trash, ignore_errors=True)
 
 
@@ -286,7 +287,7 @@ def _convert(path: Path, target: Path, num_bytes: int, state: _FileState) -> Non
         run_child(path, scratch, lock)
         _check_unchanged(path, state, _digest_of(path, num_bytes) == target.name)
         (scratch / FILES).write_text(json.dumps(_files_of(scratch)), "utf-8")
-        scratch.rename(target)
+        patiently(partial(scratch.rename, target))
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

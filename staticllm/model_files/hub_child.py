@@ -13,6 +13,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from hashlib import sha1, sha256
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,6 +25,7 @@ from staticllm.model_files.hub_errors import NoHubError, is_answer, what_failed
 from staticllm.model_files.hub_files import HubFile, check_file_name
 from staticllm.model_paths.path_kind import MODEL_XML
 from staticllm.system.file_lock import acquire
+from staticllm.wire.held_files import patiently
 
 CONFIG, MAX_CONFIG = "config.json", 1 << 20
 MAX_FILES, MAX_SIZE, MAX_HTTP = 20_000, 1 << 50, 50 * 10**9
@@ -234,7 +236,7 @@ def _link(blob: Path, snapshot: Path, name: str) -> None:
             return
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     shutil.copyfile(blob, unfinished)
-    unfinished.replace(path)
+    patiently(partial(unfinished.replace, path))
 
 
 def _answer(body: Mapping[str, Any]) -> dict[str, Any]:

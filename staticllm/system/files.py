@@ -8,9 +8,12 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
+
+from staticllm.wire.held_files import patiently
 
 _BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _BINARY
@@ -96,7 +99,7 @@ def whole_file(path: Path, prefix: str | None = None, mode: int = 0o666) -> Iter
             yield file
             file.flush()
             os.fsync(file.fileno())
-        scratch.replace(path)
+        patiently(partial(scratch.replace, path))
     except BaseException:
         scratch.unlink(missing_ok=True)
         raise

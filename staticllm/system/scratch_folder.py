@@ -49,3 +49,4 @@ def remove_left(prefix: str) -> None:
                 continue
             with FileLock(folder / LOCK, timeout=0, thread_local=False):
                 shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)  # Windows keeps a file that is locked

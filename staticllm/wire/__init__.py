@@ -4,5 +4,5 @@ Programs of strangers load this package under another name, from a Python enviro
 are relative, and it imports no other package of ours.
 """
 
-__all__ = ["blocks", "channel", "endpoint", "file_stamp", "messages", "tensors"]
+__all__ = ["blocks", "channel", "endpoint", "file_stamp", "held_files", "messages", "tensors"]
 """The modules that other rooms may use."""

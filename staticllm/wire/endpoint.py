@@ -12,10 +12,13 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing import connection as mp
 from pathlib import Path
 from typing import Any
+
+from .held_files import patiently
 
 KEY_BYTES = 32
 ANSWER_SECONDS = 30.0
@@ -158,8 +161,8 @@ def make_key(folder: Path) -> bytes:
     """Write a new key, which only this user may read, and return it. Called by a daemon when it starts."""
     key = secrets.token_bytes(KEY_BYTES)
     path = folder / "key"
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    patiently(partial(path.unlink, missing_ok=True))
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
     try:
         os.write(descriptor, key)
     finally:

@@ -155,9 +155,10 @@ def test_a_file_in_another_format_says_what_to_do(data, tmp_path):
 
 def test_files_that_are_not_there_get_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
-    fifo = tmp_path / "fifo"
-    os.mkfifo(fifo)
-    for path in (tmp_path / "nothing.safetensors", tmp_path / "empty", fifo, "a\0b", 5, None, "x" * 5000):
+    pipes = [tmp_path / "fifo"] if hasattr(os, "mkfifo") else []
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    for path in (tmp_path / "nothing.safetensors", tmp_path / "empty", *pipes, "a\0b", 5, None, "x" * 5000):
         with pytest.raises(AdapterError) as caught:
             read_adapter(path)
         one_line(caught)

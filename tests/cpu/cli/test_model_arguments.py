@@ -15,7 +15,7 @@ def chat(zoo, tmp_path, monkeypatch):
     """Return the folder of a model, ``my_model`` in the current folder."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(zoo / "llama", tmp_path / "my_model")
-    (tmp_path / "with blanks").symlink_to(tmp_path / "my_model")
+    shutil.copytree(tmp_path / "my_model", tmp_path / "with blanks")
     return tmp_path / "my_model"
 
 

@@ -199,7 +199,7 @@ def test_a_program_that_is_not_there_cannot_be_started(model):
     launch = Launch(("/nowhere/wine64", "npu.exe"), {}, "the fake compiler", "mend it")
     with (
         ChildCompiler(launch) as compiler,
-        pytest.raises(DeviceError, match=r"cannot be started \(No such file.*: mend it"),
+        pytest.raises(DeviceError, match=r"cannot be started \(.*: mend it"),
     ):
         compiler.compile(model, "4000")
 

@@ -5,6 +5,7 @@ import sys
 
 import numpy as np
 import pytest
+from support.wine import IS_WINE
 
 from staticllm.pipelines.diagnostics import process_memory
 from staticllm.pipelines.diagnostics.process_memory import mapped_bytes, private_bytes, written_bytes
@@ -14,6 +15,7 @@ SIZE = 64 << 20
 needs_pages = pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell")
 
 
+@pytest.mark.skipif(IS_WINE, reason="Wine answers no question about a working set")
 def test_private_memory_grows_with_what_is_written():
     before = private_bytes()
     held = np.ones(SIZE // 8)

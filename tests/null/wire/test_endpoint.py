@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from staticllm.wire import endpoint
+from staticllm.wire import endpoint, held_files
 
 
-@pytest.mark.parametrize("name", ["STATICLLM_RUNTIME_DIR", "XDG_RUNTIME_DIR"])
+@pytest.mark.parametrize(
+    "name", ["STATICLLM_RUNTIME_DIR", "LOCALAPPDATA" if sys.platform == "win32" else "XDG_RUNTIME_DIR"]
+)
 def test_a_relative_runtime_folder_is_refused(name, monkeypatch, tmp_path):
     """The daemon runs in another working directory than its programs, and would serve another folder."""
     monkeypatch.chdir(tmp_path)
@@ -68,3 +70,34 @@ def test_a_daemon_that_ends_while_it_is_greeted_is_not_said_to_refuse_the_key(tm
         thread.join()
     with pytest.raises(endpoint.GoneError, match="no daemon listens"):
         endpoint.connect(tmp_path)
+
+
+def test_a_key_is_read_as_it_was_written(monkeypatch, tmp_path):
+    """Whatever its bytes are: text mode would change ends of lines on Windows."""
+    monkeypatch.setattr(endpoint.secrets, "token_bytes", lambda count: b"\n\r\x1a\0" * (count // 4))
+    for _ in range(2):  # the second one takes the place of the first
+        key = endpoint.make_key(tmp_path)
+        assert endpoint.read_key(tmp_path) == key
+
+
+def test_a_file_that_somebody_holds_is_tried_again_on_windows_only(monkeypatch):
+    tries = []
+
+    def change():
+        tries.append(None)
+        if len(tries) < 3:
+            raise PermissionError("held")
+        return 5
+
+    monkeypatch.setattr(held_files.sys, "platform", "win32")
+    assert held_files.patiently(change) == 5
+    assert len(tries) == 3
+    tries.clear()
+    monkeypatch.setattr(held_files, "PATIENCE_SECONDS", 0.0)
+    with pytest.raises(PermissionError):
+        held_files.patiently(change)
+    tries.clear()
+    monkeypatch.setattr(held_files.sys, "platform", "linux")
+    with pytest.raises(PermissionError):
+        held_files.patiently(change)
+    assert len(tries) == 1
