@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
 from staticllm.errors import ConfigError, quoted
+from staticllm.system.files import private_folder_in
 
 from ..loading.npu_target import CompiledForNPU
 
@@ -43,7 +43,7 @@ def write_traces(parts: Iterable[CompiledForNPU], folder: Path) -> tuple[Path, .
     """
     names = list[str]()
     try:
-        scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+        scratch = private_folder_in(folder.parent, f".{folder.name}.")
         try:
             for number, part in enumerate(parts):
                 assert part.program.trace is not None, "the target asks for schedules"

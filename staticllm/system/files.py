@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -105,10 +104,24 @@ def whole_file(path: Path, prefix: str | None = None, mode: int = 0o666) -> Iter
         raise
 
 
+def private_folder_in(folder: Path, prefix: str) -> Path:
+    """Make a new folder that only this user may enter.
+
+    ``tempfile.mkdtemp`` does not end for hours in a folder of Windows that takes no files, such as ``C:\\Program Files``: it takes
+    the refusal for a name that is in use.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    made = folder / f"{prefix}{secrets.token_hex(8)}"
+    made.mkdir(0o700)
+    return made
+
+
 def refusal_of(folder: Path) -> str:
     """Return why nothing can be made in a folder; "" if it can. It is tried: root may write everywhere, but not to ``/proc``."""
     try:
-        Path(tempfile.mkdtemp(prefix=".staticllm-", dir=folder)).rmdir()
+        private_folder_in(folder, ".staticllm-").rmdir()
     except OSError as error:
         return f"takes no files ({error.strerror or error})"
     return ""
