@@ -107,8 +107,8 @@ def whole_file(path: Path, prefix: str | None = None, mode: int = 0o666) -> Iter
 def private_folder_in(folder: Path, prefix: str) -> Path:
     """Make a new folder that only this user may enter.
 
-    ``tempfile.mkdtemp`` does not end for hours in a folder of Windows that takes no files, such as ``C:\\Program Files``: it takes
-    the refusal for a name that is in use.
+    In a folder of Windows that takes no files, such as ``C:\\Program Files``, ``tempfile.mkdtemp`` does not end for hours: it
+    takes the refusal for a name that is in use.
 
     Raises:
         OSError: it cannot be made.
