@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,7 +183,8 @@ def _folder(directory: Path, path: str) -> Path:
     try:
         found = (directory / path).resolve()
         home = directory.resolve()
-        found.is_dir()  # a path that is too long is refused here
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.stat(found)  # noqa: PTH116 - a path that is too long is refused here, where ``is_dir`` may only say no
     except (OSError, ValueError, RuntimeError) as error:  # a NUL, a surrogate, a loop of links
         raise ModelError(
             f"{directory / 'modules.json'}: the path {path[:80]!r} cannot be a folder: {last_line(error)}"

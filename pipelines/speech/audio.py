@@ -180,7 +180,7 @@ def read_recording(file: AudioFile, max_seconds: float = MAX_SECONDS) -> Recordi
     finally:
         content.close()
     if all(reason.endswith("is not installed") for reason in reasons):
-        raise ConfigError(f"{', '.join(reasons)}, so no file can be read: pip install 'staticllm[speech]'")
+        raise ConfigError(f'{", ".join(reasons)}, so no file can be read: pip install "staticllm[speech]"')
     raise PromptError(f"{name} cannot be read as audio: {'; '.join(reasons)}")
 
 

@@ -83,7 +83,7 @@ def voice_detector() -> Detector:
         return _by_silero_lite()
     if (path := _file_of_silero()) is not None:
         return _by_openvino(path)
-    raise ConfigError("no package that finds speech is installed: pip install 'staticllm[speech]'")
+    raise ConfigError('no package that finds speech is installed: pip install "staticllm[speech]"')
 
 
 def _file_of_silero() -> Path | None:

@@ -180,7 +180,7 @@ def _adapter(file: SafetensorsFile, config: PeftConfig | None) -> LoraAdapter:
         b = _matrix(file, names["b"])
         if a.shape[0] != b.shape[1] or not a.size or not b.size:
             raise AdapterError(
-                f"the adapter {file.name!r}: {path!r} has matrices of the shapes {list(a.shape)} and {list(b.shape)}, "
+                f"the adapter {quoted(file.name)}: {path!r} has matrices of the shapes {list(a.shape)} and {list(b.shape)}, "
                 "must be [rank, in] and [out, rank]"
             )
         scale = 1.0 if config is None else config.scale(path, a.shape[0])
@@ -202,20 +202,22 @@ def _pairs(file: SafetensorsFile) -> dict[str, dict[str, str]]:
         if part is None:
             if _IGNORED.fullmatch(name) is None:
                 raise AdapterError(
-                    f"the adapter {file.name!r} has the tensor {name[:120]!r}, which is no low-rank matrix (whole weights, "
+                    f"the adapter {quoted(file.name)} has the tensor {name[:120]!r}, which is no low-rank matrix (whole weights, "
                     "biases, embeddings or DoRA): merge such an adapter into the model"
                 )
             continue
         path = part["path"].removeprefix(PREFIX)
         if found.setdefault(path, {}).setdefault(_SIDES[part["part"]], name) != name:
-            raise AdapterError(f"the adapter {file.name!r} has two tensors for {path!r}: {name!r} is the second")
+            raise AdapterError(f"the adapter {quoted(file.name)} has two tensors for {path!r}: {name!r} is the second")
     for path, names in found.items():
         if len(names) != 2:
             raise AdapterError(
-                f"the adapter {file.name!r} has one of two matrices for {path!r}: {next(iter(names.values()))!r}"
+                f"the adapter {quoted(file.name)} has one of two matrices for {path!r}: {next(iter(names.values()))!r}"
             )
     if not found:
-        raise AdapterError(f"the adapter {file.name!r} has no low-rank matrices (names that end in lora_A.weight)")
+        raise AdapterError(
+            f"the adapter {quoted(file.name)} has no low-rank matrices (names that end in lora_A.weight)"
+        )
     return found
 
 
@@ -225,15 +227,15 @@ def _matrix(file: SafetensorsFile, name: str) -> NDArray[np.float32]:
     shape = tensor.shape
     if len(shape) < 2 or any(size != 1 for size in shape[2:]) or min(shape[:2]) > MAX_RANK:
         raise AdapterError(
-            f"the adapter {file.name!r}: {name!r} has the shape {list(shape)}, must be a matrix of rank {MAX_RANK} or less"
+            f"the adapter {quoted(file.name)}: {name!r} has the shape {list(shape)}, must be a matrix of rank {MAX_RANK} or less"
         )
     try:
         values = tensor.to_f32().reshape(shape[:2])
     except ValueError as error:
-        raise AdapterError(f"the adapter {file.name!r}: {name!r} has {error}") from None
+        raise AdapterError(f"the adapter {quoted(file.name)}: {name!r} has {error}") from None
     if values.size and not float(np.abs(values).max()) <= MAX_VALUE:  # also if it is NaN
         raise AdapterError(
-            f"the adapter {file.name!r}: {name!r} has numbers that are not finite, or larger than {MAX_VALUE:g}"
+            f"the adapter {quoted(file.name)}: {name!r} has numbers that are not finite, or larger than {MAX_VALUE:g}"
         )
     return values
 

@@ -83,7 +83,7 @@ def parse_adapter(data: bytes, name: str = "in memory") -> SafetensorsFile:
     try:
         return SafetensorsFile(name, parse_safetensors(data))
     except ValueError as error:
-        raise AdapterError(f"the adapter {name!r} is damaged, or no safetensors file: {error}") from None
+        raise AdapterError(f"the adapter {quoted(name)} is damaged, or no safetensors file: {error}") from None
 
 
 def parse_safetensors(data: bytes) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import sys
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -176,17 +177,40 @@ def save_copy(model: Any) -> Path:
 
 def _delete_orphans(folder: Path) -> None:
     """Delete the copies of processes that have gone."""
-    if os.name != "posix":  # where a signal of 0 would end the process
-        return
     for path in folder.glob("model-*-*.*"):
         pid = path.name.split("-")[1]
-        if pid.isdigit() and int(pid) != os.getpid():
-            try:
-                os.kill(int(pid), 0)
-            except ProcessLookupError:
+        if pid.isdigit() and int(pid) != os.getpid() and not _runs(int(pid)):
+            with contextlib.suppress(OSError):  # another program deletes it as well
                 path.unlink(missing_ok=True)
-            except OSError:
-                continue
+
+
+if sys.platform == "win32":
+    import ctypes
+
+    _NO_SUCH_PROCESS = 87
+    _QUERY = 0x1000
+    """The least right that a process can be opened with."""
+    _kernel = ctypes.WinDLL("kernel32", use_last_error=True)
+    _kernel.OpenProcess.restype = ctypes.c_void_p
+    _kernel.CloseHandle.argtypes = (ctypes.c_void_p,)
+
+    def _runs(pid: int) -> bool:
+        """Return whether there is a process of this number. A signal of 0 would end it here."""
+        process = _kernel.OpenProcess(_QUERY, False, pid)
+        if process:
+            _kernel.CloseHandle(process)
+            return True
+        return ctypes.get_last_error() != _NO_SUCH_PROCESS
+else:
+
+    def _runs(pid: int) -> bool:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except OSError:  # that of another user
+            return True
+        return True
 
 
 def _stamps(*paths: Path) -> tuple[Stamp, ...]:

@@ -39,7 +39,8 @@ class LineChild(Child):
         folder: Path | None = None,
         errors: Path | None = None,
     ) -> None:
-        super().__init__(command, environment=environment, folder=folder, errors=errors, has_pipes=True)
+        encoded = {"PYTHONUTF8": "1", **(environment or {})}  # Python's own encoding of pipes is not UTF-8 on Windows
+        super().__init__(command, environment=encoded, folder=folder, errors=errors, has_pipes=True)
         assert self.process.stdout is not None, "it has pipes"
         self._lines: queue.Queue[bytes] = queue.Queue(MAX_WAITING)
         self._is_ended = threading.Event()

@@ -166,7 +166,10 @@ def main() -> None:
         sys.exit(1)
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # replace characters that the console lacks, instead of failing
-            stream.reconfigure(errors="replace")
+            is_redirected = (
+                sys.platform == "win32" and not stream.isatty()
+            )  # to a file or a program, which expect UTF-8
+            stream.reconfigure(encoding="utf-8" if is_redirected else None, errors="replace")
     warnings.showwarning = _show_warning
     try:
         cli(standalone_mode=True)

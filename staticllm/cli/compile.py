@@ -21,7 +21,7 @@ from staticllm.core import ProgramVariant, ProgressEvent
 from staticllm.errors import ConfigError, DeviceError
 from staticllm.model_dir import demo_model_path
 from staticllm.model_paths.arguments import expanded
-from staticllm.model_paths.path_kind import path_kind
+from staticllm.model_paths.path_kind import for_shell, path_kind
 
 DONE = {"read": "model read", "passes": "model lowered", "compile": "program compiled", "export": "blob written"}
 
@@ -195,7 +195,7 @@ def _report(manifests: Mapping[str, Manifest], target: str) -> None:
         folder = Path(target) / name
         click.echo(f"{len(manifest.blobs)} blobs for {len(manifest.variants)} variants in {folder} ({size})")
     if not any(manifest.has_failed_verification for manifest in manifests.values()):
-        click.echo(f"later starts load it with -p BLOB_PATH={target}")
+        click.echo(f"later starts load it with -p BLOB_PATH={for_shell(target)}")
     for manifest in manifests.values():
         _report_verification(manifest)
 

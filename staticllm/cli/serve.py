@@ -153,7 +153,7 @@ def command(models: tuple[str, ...], **options: Any) -> None:
         from staticllm.server.process import SidecarOptions, serve
         from staticllm.server.sidecar import PortInUseError
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install 'staticllm[server]'") from None
+        raise ConfigError(f'{error.name} is not installed: pip install "staticllm[server]"') from None
     if options["random_key"] and options["ready_fd"] is None and options["ready_file"] is None:
         raise click.UsageError(
             "--random-key goes with --ready-fd or --ready-file: otherwise the key is not known to anyone"
@@ -273,7 +273,7 @@ def serve_on_ray(models: tuple[str, ...], keys: tuple[str, ...], options: dict[s
     try:
         from staticllm.server.ray_app.application import serve_on_cluster, settings_of
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install 'staticllm[server,cluster]'") from None
+        raise ConfigError(f'{error.name} is not installed: pip install "staticllm[server,cluster]"') from None
     context = click.get_current_context()
     properties = read_properties(options)
     if own := next((name for name in properties if ":" in name), None):

@@ -69,7 +69,7 @@ class ServerClient:
         try:
             import httpx
         except ModuleNotFoundError as error:
-            raise ConfigError(f"{error.name} is not installed: pip install 'staticllm[server]'") from None
+            raise ConfigError(f'{error.name} is not installed: pip install "staticllm[server]"') from None
         given = url or os.environ.get(SERVER_VARIABLE) or DEFAULT_SERVER
         full = given if "://" in given else f"http://{given}"
         self.url = full.rstrip("/").removesuffix("/v1").rstrip("/")

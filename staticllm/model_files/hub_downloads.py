@@ -91,7 +91,7 @@ def import_hub() -> None:
     try:
         import huggingface_hub  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{error.name} is not installed: pip install 'staticllm[hub]'") from None
+        raise ConfigError(f'{error.name} is not installed: pip install "staticllm[hub]"') from None
 
 
 def _look(child: Child, name: HubName) -> Repository:

@@ -55,8 +55,9 @@ def is_path(text: str) -> bool:
     if _HERE.match(text):
         return not _begins_with_path(text)
     if re.search(r"\s", text):
-        parent = text.rpartition("/")[0]
-        return text.startswith("/") and bool(parent) and _exists(parent) and not _begins_with_path(text)
+        separator = os.sep if os.sep in text else "/"
+        parent = text.rpartition(separator)[0]
+        return text.startswith(separator) and bool(parent) and _exists(parent) and not _begins_with_path(text)
     if _NO_PATH.search(text):
         return False
     separators = {os.sep, os.altsep or os.sep}

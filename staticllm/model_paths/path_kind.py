@@ -103,9 +103,9 @@ class ModelPath:
     def _filled(self, text: str) -> str:
         name = _resolved(self.directory).name or "model"
         return text.format(
-            model=_quoted(self.directory if self.kind.name != "missing" else self.typed),
-            out=_quoted(f"{name}_openvino"),
-            set=_quoted(self.directory),
+            model=for_shell(self.directory if self.kind.name != "missing" else self.typed),
+            out=for_shell(f"{name}_openvino"),
+            set=for_shell(self.directory),
             task=self.task,
             found=self.found,
         )
@@ -136,7 +136,7 @@ def kind_of_listing(name: str, files: Mapping[str, bytes]) -> ModelPath:
     A subfolder is named in ``found``, but cannot be given as a model.
     """
     given = Path(name)
-    return _of_folder(_Listed.of(given, files), given, False)
+    return replace(_of_folder(_Listed.of(given, files), given, False), given=name)
 
 
 def _shown(path: str) -> str:
@@ -423,7 +423,7 @@ def _below(folder: _Folder) -> _Found | None:
     models = [str(inner.path) for inner in islice(_models_below(folder), 4)]
     if not models:
         return None
-    return _Found(kinds.SUBFOLDER if len(models) == 1 else kinds.SEVERAL, tuple(map(_quoted, models)))
+    return _Found(kinds.SUBFOLDER if len(models) == 1 else kinds.SEVERAL, tuple(map(for_shell, models)))
 
 
 def _models_below(folder: _Folder) -> Iterator[_Folder]:
@@ -463,6 +463,7 @@ def _start_of(path: Path, count: int = 64) -> bytes:
         return b""
 
 
-def _quoted(path: str | Path) -> str:
+def for_shell(path: str | Path) -> str:
+    """Return a path as it can be pasted into a command line of this system."""
     text = str(path)
     return f'"{text}"' if os.name == "nt" and " " in text else text if os.name == "nt" else shlex.quote(text)

@@ -38,7 +38,7 @@ TOKENIZER_TO_CONVERT = PathKind(
     "no tokenizer",
     "holds an OpenVINO model, but {found} is missing",
     "make it of the tokenizer.json there: convert_tokenizer {model} --with-detokenizer -o {model} "
-    "(pip install 'openvino-tokenizers[transformers]')",
+    '(pip install "openvino-tokenizers[transformers]")',
 )
 LFS_POINTERS = PathKind("git-lfs", "holds git-lfs pointers in place of {found}", "git -C {model} lfs pull")
 IMAGES = PathKind(
@@ -137,6 +137,6 @@ HUB_REVISIONS = PathKind("missing", "", "give one of those that the cache has, {
 HUB_NAME_ALONE = PathKind(
     "missing",
     "",
-    "if it is a name on Hugging Face, install what asks there: pip install 'staticllm[hub]'; then staticllm pull {model}",
+    'if it is a name on Hugging Face, install what asks there: pip install "staticllm[hub]"; then staticllm pull {model}',
 )
 """A name on Hugging Face, without the package that knows its cache."""

@@ -134,7 +134,7 @@ def make_sinks(settings: ServerSettings) -> list[Sink]:
 
             sinks.append(otlp_spans())
         except ModuleNotFoundError as error:
-            raise ConfigError(f"--otel: {error.name} is not installed: pip install 'staticllm[otel]'") from None
+            raise ConfigError(f'--otel: {error.name} is not installed: pip install "staticllm[otel]"') from None
     if settings.access_log is not None:
         sinks.append(AccessLog(settings.access_log))
     return sinks

@@ -10,12 +10,14 @@ from pathlib import Path
 def user_cache() -> Path:
     """Return the folder for staticllm's own files in the cache of this user; it may not exist.
 
-    It is below ``XDG_CACHE_HOME`` or ``~/.cache``, on Windows below ``LOCALAPPDATA``, on macOS in ``~/Library/Caches``.
+    It is below ``XDG_CACHE_HOME``, else in ``~/.cache``, on Windows below ``LOCALAPPDATA``, on macOS in ``~/Library/Caches``.
     """
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given).absolute() / "staticllm"
     if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
         base = Path.home() / "Library" / "Caches"
     else:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base).absolute() / "staticllm"
+        base = Path.home() / ".cache"
+    return base.absolute() / "staticllm"

@@ -26,7 +26,12 @@ def open_regular(path: Path, follow: bool = True) -> BufferedReader:
     """
     if not follow and path.is_symlink():
         raise OSError(f"{path.name} is a link, not a file")
-    descriptor = os.open(path, _FLAGS | (0 if follow else getattr(os, "O_NOFOLLOW", 0)))
+    try:
+        descriptor = os.open(path, _FLAGS | (0 if follow else getattr(os, "O_NOFOLLOW", 0)))
+    except PermissionError:
+        if path.is_dir():  # which Windows does not open
+            raise OSError(f"{path.name} is not an ordinary file") from None
+        raise
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(f"{path.name} is not an ordinary file")

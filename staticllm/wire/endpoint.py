@@ -296,7 +296,8 @@ def answers(folder: Path) -> bool:
 def silence_of(where: object) -> str:
     """Return the text of a ``SilentError``."""
     return (
-        f"the daemon at {where} has not answered for {ANSWER_SECONDS:g} s: if its process is stopped, continue it (kill -CONT), "
+        f"the daemon at {where} has not answered for {ANSWER_SECONDS:g} s: if its process is stopped, continue it"
+        f"{' (kill -CONT)' if sys.platform != 'win32' else ''}, "
         "else end it, and try again"
     )
 

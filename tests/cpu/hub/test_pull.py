@@ -419,9 +419,9 @@ def test_without_the_package_the_line_says_what_to_install(demo, command, tmp_pa
         "PathFinder.find_spec = without\n"
     )
     path = os.pathsep.join([str(hidden), os.environ.get("PYTHONPATH", "")])
-    assert "pip install 'staticllm[hub]'" in command("pull", NAME, PYTHONPATH=path).stderr
+    assert 'pip install "staticllm[hub]"' in command("pull", NAME, PYTHONPATH=path).stderr
     done = command("run", NAME, "hello", PYTHONPATH=path)
-    assert f"pip install 'staticllm[hub]'; then staticllm pull {NAME}" in done.stderr
+    assert f'pip install "staticllm[hub]"; then staticllm pull {NAME}' in done.stderr
     assert command("list", PYTHONPATH=path).stdout.startswith("no models")
 
 

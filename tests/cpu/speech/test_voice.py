@@ -124,7 +124,7 @@ def test_the_first_windows_are_found_before_the_rest_is_searched():
 
 def test_without_a_package_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(voice, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'staticllm\[speech\]'"):
+    with pytest.raises(ConfigError, match=r"pip install \"staticllm\[speech\]\""):
         voice_detector()
 
 

@@ -91,6 +91,7 @@ def test_a_block_ends_a_child_at_once_if_it_is_left_early(tmp_path, is_left_earl
     assert noted.exists() != is_left_early
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="a signal to one process ends it there")
 def test_ctrl_c_does_not_end_a_child_that_has_taken_its_pipes():
     child = child_of(ECHO)
     child.ask(Message(Kind.PING), 60)
@@ -111,7 +112,7 @@ def test_waiting_for_a_child_ends_when_it_is_ready_has_ended_or_is_late():
 def test_a_daemon_that_cannot_start_says_where_and_why(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "OTHER_SECONDS", 0.1)
     monkeypatch.setattr(module, "daemon_command", lambda: [sys.executable, "-c", "raise SystemExit('no device')"])
-    with pytest.raises(EndpointError, match=r"does not listen after 0 s: see .*daemon\.log; no device"):
+    with pytest.raises(EndpointError, match=r"does not listen after \d+ s: see .*daemon\.log; no device"):
         start_daemon(tmp_path)
 
 

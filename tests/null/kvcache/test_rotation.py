@@ -5,11 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.quick import examples
+from support.wine import IS_WINE
 
 from staticllm.core import KVState
 from staticllm.kvcache.groups import group_states
 from staticllm.kvcache.rotation import find_rotations
 
+pytestmark = pytest.mark.skipif(IS_WINE, reason="Wine's C runtime lacks what NumPy computes complex numbers with")
 HEADS, HEAD_DIM = 2, 16
 
 

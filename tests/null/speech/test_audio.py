@@ -212,7 +212,7 @@ def test_missing_packages_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(builtins, "__import__", imported)
     path = tmp_path / "a.wav"
     path.write_bytes(b"RIFF")
-    with pytest.raises(ConfigError, match=r"pip install 'staticllm\[speech\]'"):
+    with pytest.raises(ConfigError, match=r"pip install \"staticllm\[speech\]\""):
         read_audio(path)
 
 

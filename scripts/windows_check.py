@@ -1,0 +1,345 @@
+"""Runs staticllm on Windows' own Python, under Wine, and clients of this machine against it; skipped where Wine cannot be had.
+
+python scripts/windows_check.py           # all steps, in about eight minutes with the set-up
+python scripts/windows_check.py serve     # some of them
+
+What the tests leave out, and why, is printed after them. Wine is no Windows: what it lacks is named where it is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from _setup import ROOT, ensure_environment
+from windows_python import NoWindowsError, WindowsPython, windows_path
+
+ZOO = Path(os.environ.get("STATICLLM_ZOO", ROOT.parent / "shared" / "zoo"))
+GGUF = Path.home() / ".cache" / "staticllm" / "real_models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+COMPARED = ("llama", "qwen2", "gemma2", "lfm2", "phi3", "gpt2")
+"""Models whose tokens are compared with those of this machine's Python."""
+VERIFIED = ("llama", "lfm2")
+TEST_SECONDS = 900
+STEP_SECONDS = 180
+QUESTION = "Tell me a story about a fox."
+TOKENS = """
+import json, sys
+import numpy as np
+from staticllm import StaticLLMPipeline
+exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", "MAX_PROMPT_LEN": 128}
+for path in sys.argv[1:]:
+    with StaticLLMPipeline(path, "CPU", **exact) as pipe:
+        prompt = np.random.default_rng(4).integers(8, 200, 60)
+        print("TOKENS", json.dumps(list(pipe.generate(prompt, max_new_tokens=24, ignore_eos=True).tokens[0])))
+"""
+SERVER = """
+import signal, subprocess, sys, time
+command = [sys.executable, "-m", "staticllm", "serve", *sys.argv[1:]]
+server = subprocess.Popen(command, creationflags=subprocess.CREATE_NEW_PROCESS_GROUP, stdin=subprocess.DEVNULL)
+sys.stdin.readline()
+server.send_signal(signal.CTRL_BREAK_EVENT)
+print("ENDED", server.wait(30), flush=True)
+"""
+"""Starts a server in a console group of its own, to which Ctrl-Break can be sent; a parent cannot send Ctrl-C to one alone."""
+CHATS = """
+import sys, time
+from staticllm import StaticLLMPipeline, demo_model_path
+with StaticLLMPipeline(demo_model_path(), "CPU", daemon=True) as pipe:
+    text = str(pipe.generate("Once upon a time", max_new_tokens=8))
+    print("ANSWER", repr(text), flush=True)
+    if "--stay" in sys.argv:
+        pipe.generate("Once upon a time", max_new_tokens=100000)
+"""
+GENAI = """
+import sys
+import openvino_genai
+pipe = openvino_genai.LLMPipeline(sys.argv[1], "CPU")
+print("ANSWER", repr(str(pipe.generate("Once upon a time", max_new_tokens=8))), flush=True)
+"""
+PLACES = """
+import os, pathlib, shutil, sys
+from staticllm import StaticLLMPipeline, demo_model_path
+from staticllm.errors import StaticLLMError
+home = pathlib.Path(sys.argv[1])
+exact = {"MAX_PROMPT_LEN": 64}
+def answers(path, **more):
+    with StaticLLMPipeline(path, "CPU", **exact, **more) as pipe:
+        return str(pipe.generate("Once upon a time", max_new_tokens=8))
+wanted = answers(demo_model_path())
+longer = home / ("x" * 120) / ("y" * 120) / "model"
+places = {
+    "letters and blanks": home / "J\\u00f6rg M\\u00fcller \\u03b1" / "model",
+    "long path": pathlib.Path("\\\\\\\\?\\\\" + str(longer)),
+}
+for name, place in places.items():
+    place.parent.mkdir(parents=True)
+    shutil.copytree(demo_model_path(), place)
+    assert answers(str(place)) == wanted, name
+    for _ in range(2):
+        assert answers(str(place), CACHE_DIR=str(place.parent / "cache")) == wanted, name
+    print("PLACE", name)
+place = places["letters and blanks"]
+unc = "\\\\\\\\localhost\\\\" + place.drive[0] + "$" + str(place)[2:]
+for name, text in {"slashes": place.as_posix(), "UNC": unc, "other case": str(place).upper()}.items():
+    if name == "UNC" and not pathlib.Path(text).is_dir():
+        print("PLACE UNC is left out: this system has no share", text)
+        continue
+    assert answers(text) == wanted, name
+    print("PLACE", name)
+for text in (str(home / "no" / "model"), "owner/name", "C:\\\\no\\\\model.gguf"):
+    try:
+        answers(text)
+    except StaticLLMError as error:
+        assert text in str(error), (text, str(error))
+        print("PLACE refused", str(error)[:90])
+"""
+
+
+class CheckError(Exception):
+    """A step has not shown what it must."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What the steps share. ``home``: a new folder that both systems see."""
+
+    windows: WindowsPython
+    home: Path
+
+    def ask(self, *arguments: str, seconds: float = STEP_SECONDS, more: Mapping[str, str] | None = None) -> str:
+        """Return what ``python.exe`` prints; a ``CheckError`` if it fails."""
+        done = self.windows.run(*arguments, seconds=seconds, cwd=self.home, more=more)
+        if done.returncode:
+            raise CheckError(f"exit code {done.returncode}: {(done.stderr or done.stdout).strip()[-1500:]}")
+        return done.stdout
+
+
+def tests(context: Context) -> str:
+    report = context.home / "tests.xml"
+    workers = str(min((os.cpu_count() or 1) + 1, 4))
+    done = context.windows.run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", workers, "--dist", "loadfile", "--timeout", "120",
+        "--max-worker-restart", "0", "--reruns", "1", "--junitxml", windows_path(report), "tests/null", "tests/cpu",
+        seconds=TEST_SECONDS, shows=True,
+    )  # fmt: skip
+    reasons, count = Counter[str](), 0
+    for case in ElementTree.parse(report).getroot().iter("testcase") if report.is_file() else ():
+        count += 1
+        if (skipped := case.find("skipped")) is not None:
+            reasons[skipped.attrib.get("message", "").strip()] += 1
+    print("\nleft out:", *(f"  {number:4} {reason}" for reason, number in reasons.most_common()), sep="\n", flush=True)
+    if done.returncode:
+        raise CheckError(f"pytest ended with {done.returncode}")
+    return f"{count} tests, {sum(reasons.values())} of them left out"
+
+
+def answer(context: Context) -> str:
+    text = context.ask("-m", "staticllm", "run", QUESTION, "--max-new-tokens", "32")
+    here = _here("-m", "staticllm", "run", QUESTION, "--max-new-tokens", "32")
+    if not text.strip():
+        raise CheckError("there is no answer")
+    return f"{text.strip()[:60]!r} {'as here' if text.split() == here.split() else 'other than here'}"
+
+
+def verify(context: Context) -> str:
+    for name in VERIFIED:
+        context.ask("-m", "staticllm", "verify", windows_path(ZOO / name))
+    context.ask("-m", "staticllm", "doctor")
+    return ", ".join(VERIFIED)
+
+
+def tokens(context: Context) -> str:
+    models = [ZOO / name for name in COMPARED] + [path for path in (GGUF,) if path.is_file()]
+    there = context.ask("-c", TOKENS, *map(windows_path, models), seconds=400)
+    here = _here("-c", TOKENS, *map(str, models))
+    found = [[line for line in text.splitlines() if line.startswith("TOKENS")] for text in (there, here)]
+    if len(found[0]) != len(models) or found[0] != found[1]:
+        raise CheckError(f"other tokens: {there[-800:]}\nthan here: {here[-800:]}")
+    return f"equal in f32 for {len(models)} models"
+
+
+def blobs(context: Context) -> str:
+    """A set that was made on one system is loaded on the other, or refused in one line."""
+    said = []
+    model = ZOO / "llama"
+    for name, make, load, make_path, load_path in (
+        ("here to Windows", _here, context.ask, str, windows_path),
+        ("Windows to here", context.ask, _here, windows_path, str),
+    ):
+        place = context.home / name.replace(" ", "-")
+        make(
+            "-m", "staticllm", "compile", make_path(model), "--export-blob", make_path(place), "--max-prompt-len", "64"
+        )
+        try:
+            load("-m", "staticllm", "run", "-m", load_path(model), "hi", "-p", f"BLOB_PATH={load_path(place)}")
+            said.append(f"{name}: loaded")
+        except CheckError as error:
+            lines = [line for line in str(error).splitlines() if "Error: " in line]
+            if len(lines) != 1 or "Traceback" in str(error):
+                raise
+            said.append(f"{name}: {lines[0].partition('Error: ')[2][:100]}")
+    return "; ".join(said)
+
+
+def serve(context: Context) -> str:
+    ready = context.home / "ready.json"
+    server = context.windows.start("-c", SERVER, "--port", "0", "--ready-file", windows_path(ready), cwd=context.home)
+    assert server.stdin is not None
+    assert server.stdout is not None
+    try:
+        url = _url_of(ready, server.poll)
+        models = _get(f"{url}/v1/models")
+        name = models["data"][0]["id"]
+        body = {"model": name, "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 200, "stream": True}
+        with _post(f"{url}/v1/chat/completions", body) as stream:
+            lines = [line for line in stream if line.startswith(b"data: ")]
+        if lines[-1].strip() != b"data: [DONE]":
+            raise CheckError(f"a stream ended with {lines[-1]!r}")
+        with _post(f"{url}/api/chat", {**body, "options": {"num_predict": 500}}) as stream:
+            stream.readline()  # the client leaves in the middle of an answer
+        with contextlib.suppress(OSError):
+            _post(f"{url}/v1/chat/completions", {**body, "messages": 5}).close()
+        whole = {**body, "stream": False, "max_tokens": 8}
+        with _post(f"{url}/v1/chat/completions", whole) as response:
+            if not json.loads(response.read())["choices"][0]["message"]["content"]:
+                raise CheckError("no answer after a client that left")
+        server.stdin.write(b"\n")
+        server.stdin.flush()
+        ended = [line for line in server.stdout if line.startswith(b"ENDED")]
+        code = int(ended[0].split()[1]) if ended else None
+        if code is None or ready.exists():
+            raise CheckError(
+                f"the server ended with {code}, its ready file {'is left' if ready.exists() else 'is gone'}"
+            )
+        return f"{len(lines)} events, a client that left, Ctrl-Break: exit code {code}"
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def daemon(context: Context) -> str:
+    """Two programs share a daemon; one is killed while it generates, the other goes on."""
+    folder = {"STATICLLM_RUNTIME_DIR": windows_path(context.home / "run"), "LOCALAPPDATA": windows_path(context.home)}
+    first = context.ask("-c", CHATS, more=folder)
+    killed = context.windows.start("-c", CHATS, "--stay", cwd=context.home, more=folder)
+    assert killed.stdout is not None
+    line = killed.stdout.readline()
+    killed.kill()
+    killed.communicate()
+    second = context.ask("-c", CHATS, more=folder)
+    status = context.ask("-m", "staticllm", "daemon", "status", more=folder)
+    context.ask("-m", "staticllm", "daemon", "stop", more=folder)
+    if not first.startswith("ANSWER") or second != first or line.decode().strip() != first.strip():
+        raise CheckError(f"{first!r}, {line!r} and {second!r}: the same was asked")
+    return f"{first.strip()[:50]}; {status.strip().splitlines()[0][:60]}"
+
+
+def attach(context: Context) -> str:
+    """A program that uses GenAI runs through the daemon, untouched."""
+    folder = {"STATICLLM_RUNTIME_DIR": windows_path(context.home / "run"), "LOCALAPPDATA": windows_path(context.home)}
+    program = context.home / "program.py"
+    program.write_text(GENAI)
+    model = context.ask("-c", "import staticllm; print(staticllm.demo_model_path())").strip()
+    alone = context.ask(windows_path(program), model)
+    try:
+        command = ("-m", "staticllm", "attach", "--", "python.exe", windows_path(program), model)
+        python = windows_path(context.windows.folder / "python" / "python.exe")
+        attached = context.ask(*(python if each == "python.exe" else each for each in command), more=folder)
+    finally:
+        context.windows.run("-m", "staticllm", "daemon", "stop", seconds=STEP_SECONDS, cwd=context.home, more=folder)
+    if attached.splitlines()[-1:] != alone.splitlines()[-1:]:
+        raise CheckError(f"{attached!r} attached, {alone!r} alone")
+    return attached.strip()[:60]
+
+
+def places(context: Context) -> str:
+    said = context.ask("-c", PLACES, windows_path(context.home / "places"))
+    return "; ".join(line.partition(" ")[2] for line in said.splitlines() if line.startswith("PLACE"))
+
+
+STEPS: tuple[Callable[[Context], str], ...] = (answer, verify, tokens, blobs, serve, daemon, attach, places, tests)
+
+
+def _here(*arguments: str) -> str:
+    """Return what this machine's own Python prints; a ``CheckError`` if it fails."""
+
+    done = subprocess.run(
+        [str(ensure_environment("test")), *arguments], capture_output=True, text=True, timeout=STEP_SECONDS, check=False
+    )
+    if done.returncode:
+        raise CheckError(f"here: exit code {done.returncode}: {(done.stderr or done.stdout).strip()[-1500:]}")
+    return done.stdout
+
+
+def _url_of(ready: Path, ended: Callable[[], int | None]) -> str:
+    end = time.monotonic() + STEP_SECONDS
+    while time.monotonic() < end and ended() is None:
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads(ready.read_text(encoding="utf-8"))
+            return str(found["url"]).rstrip("/")
+        time.sleep(0.2)
+    raise CheckError(f"no server listens: exit code {ended()}")
+
+
+def _get(url: str) -> dict[str, list[dict[str, str]]]:
+    with urllib.request.urlopen(url, timeout=60) as response:
+        found: dict[str, list[dict[str, str]]] = json.loads(response.read())
+        return found
+
+
+def _post(url: str, body: Mapping[str, object]) -> urllib.request.addinfourl:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    opened: urllib.request.addinfourl = urllib.request.urlopen(request, timeout=120)
+    return opened
+
+
+@contextlib.contextmanager
+def _context() -> Iterator[Context]:
+    windows = WindowsPython()
+    with tempfile.TemporaryDirectory(prefix="staticllm-windows-", ignore_cleanup_errors=True) as home:
+        try:
+            yield Context(windows, Path(home))
+        finally:
+            windows.close()
+
+
+def main() -> None:
+    names = [step.__name__ for step in STEPS]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="*", choices=[*names, []], help=f"of {', '.join(names)} [all]")
+    wanted = parser.parse_args().steps or names
+    has_failed = False
+    begin = time.monotonic()
+    try:
+        with _context() as context:
+            print(f"{time.monotonic() - begin:5.0f} s  set up", flush=True)
+            for step in STEPS:
+                if step.__name__ not in wanted:
+                    continue
+                start = time.monotonic()
+                try:
+                    said = step(context)
+                except Exception as error:  # the others are tried too
+                    has_failed = True
+                    said = f"FAILED: {type(error).__name__}: {error}"
+                print(f"{time.monotonic() - start:5.0f} s  {step.__name__}: {said}", flush=True)
+    except NoWindowsError as error:
+        print(f"skipped: {error}")
+    sys.exit(has_failed)
+
+
+if __name__ == "__main__":
+    main()
