@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -45,15 +46,6 @@ for path in sys.argv[1:]:
         prompt = np.random.default_rng(4).integers(8, 200, 60)
         print("TOKENS", json.dumps(list(pipe.generate(prompt, max_new_tokens=24, ignore_eos=True).tokens[0])))
 """
-SERVER = """
-import signal, subprocess, sys, time
-command = [sys.executable, "-m", "staticllm", "serve", *sys.argv[1:]]
-server = subprocess.Popen(command, creationflags=subprocess.CREATE_NEW_PROCESS_GROUP, stdin=subprocess.DEVNULL)
-sys.stdin.readline()
-server.send_signal(signal.CTRL_BREAK_EVENT)
-print("ENDED", server.wait(30), flush=True)
-"""
-"""Starts a server in a console group of its own, to which Ctrl-Break can be sent; a parent cannot send Ctrl-C to one alone."""
 CHATS = """
 import sys, time
 from staticllm import StaticLLMPipeline, demo_model_path
@@ -95,7 +87,7 @@ place = places["letters and blanks"]
 unc = "\\\\\\\\localhost\\\\" + place.drive[0] + "$" + str(place)[2:]
 for name, text in {"slashes": place.as_posix(), "UNC": unc, "other case": str(place).upper()}.items():
     if name == "UNC" and not pathlib.Path(text).is_dir():
-        print("PLACE UNC is left out: this system has no share", text)
+        print("PLACE UNC is left out: this system has no share")
         continue
     assert answers(text) == wanted, name
     print("PLACE", name)
@@ -104,7 +96,7 @@ for text in (str(home / "no" / "model"), "owner/name", "C:\\\\no\\\\model.gguf")
         answers(text)
     except StaticLLMError as error:
         assert text in str(error), (text, str(error))
-        print("PLACE refused", str(error)[:90])
+        print("PLACE refused", ascii(str(error)[:90]))
 """
 
 
@@ -196,9 +188,8 @@ def blobs(context: Context) -> str:
 
 def serve(context: Context) -> str:
     ready = context.home / "ready.json"
-    server = context.windows.start("-c", SERVER, "--port", "0", "--ready-file", windows_path(ready), cwd=context.home)
-    assert server.stdin is not None
-    assert server.stdout is not None
+    arguments = ("-m", "staticllm", "serve", "--port", "0", "--ready-file", windows_path(ready))
+    server = context.windows.start(*arguments, cwd=context.home)
     try:
         url = _url_of(ready, server.poll)
         models = _get(f"{url}/v1/models")
@@ -208,7 +199,8 @@ def serve(context: Context) -> str:
             lines = [line for line in stream if line.startswith(b"data: ")]
         if lines[-1].strip() != b"data: [DONE]":
             raise CheckError(f"a stream ended with {lines[-1]!r}")
-        with _post(f"{url}/api/chat", {**body, "options": {"num_predict": 500}}) as stream:
+        other = {"model": name, "messages": body["messages"], "options": {"num_predict": 500}}
+        with _post(f"{url}/api/chat", other) as stream:
             stream.readline()  # the client leaves in the middle of an answer
         with contextlib.suppress(OSError):
             _post(f"{url}/v1/chat/completions", {**body, "messages": 5}).close()
@@ -216,15 +208,13 @@ def serve(context: Context) -> str:
         with _post(f"{url}/v1/chat/completions", whole) as response:
             if not json.loads(response.read())["choices"][0]["message"]["content"]:
                 raise CheckError("no answer after a client that left")
-        server.stdin.write(b"\n")
-        server.stdin.flush()
-        ended = [line for line in server.stdout if line.startswith(b"ENDED")]
-        code = int(ended[0].split()[1]) if ended else None
-        if code is None or ready.exists():
+        server.send_signal(signal.SIGINT)  # Wine makes Ctrl-C of it
+        code = server.wait(30)
+        if code or ready.exists():
             raise CheckError(
                 f"the server ended with {code}, its ready file {'is left' if ready.exists() else 'is gone'}"
             )
-        return f"{len(lines)} events, a client that left, Ctrl-Break: exit code {code}"
+        return f"{len(lines)} events, a client that left, Ctrl-C: exit code {code}"
     finally:
         server.kill()
         server.communicate()
@@ -232,7 +222,7 @@ def serve(context: Context) -> str:
 
 def daemon(context: Context) -> str:
     """Two programs share a daemon; one is killed while it generates, the other goes on."""
-    folder = {"STATICLLM_RUNTIME_DIR": windows_path(context.home / "run"), "LOCALAPPDATA": windows_path(context.home)}
+    folder = {"STATICLLM_RUNTIME_DIR": windows_path(context.home / "run")}
     first = context.ask("-c", CHATS, more=folder)
     killed = context.windows.start("-c", CHATS, "--stay", cwd=context.home, more=folder)
     assert killed.stdout is not None
@@ -249,7 +239,7 @@ def daemon(context: Context) -> str:
 
 def attach(context: Context) -> str:
     """A program that uses GenAI runs through the daemon, untouched."""
-    folder = {"STATICLLM_RUNTIME_DIR": windows_path(context.home / "run"), "LOCALAPPDATA": windows_path(context.home)}
+    folder = {"STATICLLM_RUNTIME_DIR": windows_path(context.home / "run")}
     program = context.home / "program.py"
     program.write_text(GENAI)
     model = context.ask("-c", "import staticllm; print(staticllm.demo_model_path())").strip()
@@ -289,7 +279,7 @@ def _url_of(ready: Path, ended: Callable[[], int | None]) -> str:
     while time.monotonic() < end and ended() is None:
         with contextlib.suppress(OSError, ValueError):
             found = json.loads(ready.read_text(encoding="utf-8"))
-            return str(found["url"]).rstrip("/")
+            return str(found["url"]).removesuffix("/v1")
         time.sleep(0.2)
     raise CheckError(f"no server listens: exit code {ended()}")
 

@@ -48,7 +48,6 @@ MENDS = 'import _winapi; hasattr(_winapi, "CopyFile2") and delattr(_winapi, "Cop
 LOADERS = ("wine64", "/usr/lib/wine/wine64", "wine")
 COMPILER = "x86_64-w64-mingw32-gcc"
 PACKAGES = ("wine64", "gcc-mingw-w64-x86-64")
-READY = "ready"
 
 
 class NoWindowsError(Exception):
@@ -72,7 +71,7 @@ class WindowsPython:
     def __init__(self) -> None:
         self.folder = _place()
         self.site = self.folder / "python" / "Lib" / "site-packages"
-        if not (self.folder / READY).is_file():
+        if not self.folder.is_dir():
             _set_up(self.folder)
         _install_checkout(self.site)
 
@@ -191,11 +190,11 @@ def _require_programs() -> None:
     _loader()
 
 
-def _set_up(folder: Path) -> None:
-    print(f"setting up Windows' Python in {folder} …", flush=True)
+def _set_up(place: Path) -> None:
+    print(f"setting up Windows' Python in {place} …", flush=True)
     _require_programs()
     pip = [str(ensure_environment("test")), "-m", "pip"]
-    shutil.rmtree(folder, ignore_errors=True)
+    folder = place.with_name(f"{place.name}.{os.getpid()}")  # renamed as a whole
     python = folder / "python"
     python.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as temporary:
@@ -225,7 +224,10 @@ def _set_up(folder: Path) -> None:
             [str(_loader()), *command], env=environment, check=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=300,
         )  # fmt: skip
-    (folder / READY).touch()
+    try:
+        folder.rename(place)
+    except OSError:  # another process was faster
+        shutil.rmtree(folder)
 
 
 def _unpack_python(archive: Path, python: Path) -> None:

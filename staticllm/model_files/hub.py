@@ -27,7 +27,7 @@ def located(path: str | os.PathLike[str], needs_tokenizer: bool = False) -> Mode
     A name that is not in the cache keeps the kind ``HUB_NAME``, whose remedy is the command that brings it. No network is used.
     """
     found = path_kind(path, needs_tokenizer)
-    name = parse_hub_name(found.path.as_posix()) if found.kind is HUB_NAME else None
+    name = parse_hub_name(found.given or found.path.as_posix()) if found.kind is HUB_NAME else None
     if name is None:
         return found
     snapshots = snapshots_of(name)
@@ -40,7 +40,7 @@ def located(path: str | os.PathLike[str], needs_tokenizer: bool = False) -> Mode
     here = path_kind(place, needs_tokenizer)
     if here.is_loadable:
         return _noted(replace(here, title=name.title), name, snapshots[0])
-    return found if here.kind.name in _INCOMPLETE else replace(here, path=found.path, directory=found.path)
+    return found if here.kind.name in _INCOMPLETE else replace(here, path=found.path, directory=found.path, given=found.given)
 
 
 def _noted(found: ModelPath, name: HubName, snapshot: Path) -> ModelPath:

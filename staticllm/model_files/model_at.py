@@ -34,11 +34,11 @@ def check_model_dir(
         raise ModelError("a model as a str needs its weights: pass an openvino.Tensor with them, then the tokenizer")
     directory = path_of(path)
     if not is_in_memory(path) and model_file == MODEL_XML:
-        directory = _found(directory, needs_tokenizer, on_progress)
+        directory = _found(path if isinstance(path, str) else directory, needs_tokenizer, on_progress)
     return check_model_files(directory, needs_tokenizer, weights, is_encrypted, model_file)
 
 
-def _found(path: Path, needs_tokenizer: bool, on_progress: OnProgress) -> Path:
+def _found(path: str | Path, needs_tokenizer: bool, on_progress: OnProgress) -> Path:
     found = located(path, needs_tokenizer)
     if not found.is_loadable:
         raise ModelError(found.problem)
