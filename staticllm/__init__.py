@@ -166,10 +166,21 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     """Import what is used: all of it takes a second, in which Ctrl-C could print a traceback (``__main__``)."""
     if name in _LAZY:
-        return getattr(import_module(f"staticllm.{_LAZY[name]}"), name)
+        return getattr(_imported(_LAZY[name]), name)
     if name in _LAZY.values():  # a module
-        return import_module(f"staticllm.{name}")
+        return _imported(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _imported(name: str) -> Any:
+    try:
+        return import_module(f"staticllm.{name}")
+    except ImportError as error:
+        from staticllm.errors import missing_runtime
+
+        if (text := missing_runtime(error)) is None:
+            raise
+        raise ImportError(text, name=error.name) from error
 
 
 def __dir__() -> list[str]:

@@ -25,6 +25,7 @@ process to another as the error that it is.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, get_type_hints
@@ -202,6 +203,16 @@ def quoted(path: object) -> str:
     What cannot be printed is escaped, so that a hostile name cannot end the line or move the cursor.
     """
     return repr(str(path)).replace("\\\\", "\\")
+
+
+def missing_runtime(error: ImportError) -> str | None:
+    """Return what a library of OpenVINO needs that a new Windows does not have; None if the import failed for another reason."""
+    if sys.platform != "win32" or "DLL load failed" not in str(error):
+        return None
+    return (
+        f"{error} Microsoft's C++ runtime is not complete on this computer, and no package of OpenVINO brings it: run "
+        "`python -m pip install msvc-runtime`, or install Microsoft's Visual C++ Redistributable (vc_redist.x64.exe)"
+    )
 
 
 def last_line(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from openvino import opset13 as ops
 
 from staticllm.adapters.lora import MAX_RANK
 from staticllm.core import AdaptedGroup, AdaptedPart, AdapterLayout, AdapterType
-from staticllm.errors import AdapterError
+from staticllm.errors import AdapterError, quoted
 from staticllm.ports import ADAPTER_SCALES, LOGIT_ROWS
 
 from ..graph.linear_layers import LinearLayer, find_linear_layers, layers_of_modules
@@ -76,13 +76,13 @@ def find_changes(model: ov.Model, layouts: Sequence[AdapterLayout]) -> list[Chan
         for path, rank, in_size, out_size in layout:
             if not found[path]:
                 raise AdapterError(
-                    f"an adapter changes {path!r}, which is no linear layer of this model{_beside(path, layers)}: was it trained "
-                    "for another model?"
+                    f"an adapter changes {quoted(path)}, which is no linear layer of this model{_beside(path, layers)}: "
+                    "was it trained for another model?"
                 )
             for layer in found[path]:
                 if (layer.in_size, layer.out_size) != (in_size, out_size):
                     raise AdapterError(
-                        f"an adapter maps {in_size} to {out_size} values at {path!r}, the model has {layer.in_size} and "
+                        f"an adapter maps {in_size} to {out_size} values at {quoted(path)}, the model has {layer.in_size} and "
                         f"{layer.out_size} there: it was trained for another model"
                     )
                 changes[layer.node.get_instance_id()].adapters.append((adapter, path, rank))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from openvino import opset13 as ops
 
 from staticllm.core import AdapterLayout
-from staticllm.errors import AdapterError
+from staticllm.errors import AdapterError, quoted
 
 from ..graph.linear_layers import LinearLayer
 from ..graph.step_graph import through
@@ -41,7 +41,7 @@ def _fuse(layer: LinearLayer, delta: NDArray[np.float32], path: str) -> None:
     constant = through(weights, "Convert").get_node()
     if constant.get_type_name() != "Constant" or constant.get_element_type().get_type_name() not in _FLOATS:
         raise AdapterError(
-            f"MODE_FUSE: the weights of {path!r} are compressed to integers: leave the mode out, "
+            f"MODE_FUSE: the weights of {quoted(path)} are compressed to integers: leave the mode out, "
             "or export the model in f16"
         )
     own = constant.get_data(dtype=np.float32).reshape(constant.get_output_shape(0))

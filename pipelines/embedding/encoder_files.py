@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from staticllm.adapters.safetensors_file import parse_safetensors
 from staticllm.config import is_whole
 from staticllm.core import Pooling
-from staticllm.errors import ModelError, last_line
+from staticllm.errors import ModelError, last_line, quoted
 from staticllm.model_dir import max_positions
 from staticllm.system.files import read_regular
 
@@ -187,10 +187,10 @@ def _folder(directory: Path, path: str) -> Path:
             os.stat(found)  # noqa: PTH116 - a path that is too long is refused here, where ``is_dir`` may only say no
     except (OSError, ValueError, RuntimeError) as error:  # a NUL, a surrogate, a loop of links
         raise ModelError(
-            f"{directory / 'modules.json'}: the path {path[:80]!r} cannot be a folder: {last_line(error)}"
+            f"{directory / 'modules.json'}: the path {quoted(path[:80])} cannot be a folder: {last_line(error)}"
         ) from None
     if found != home and home not in found.parents:
-        raise ModelError(f"{directory / 'modules.json'}: the path {path!r} leaves the model directory")
+        raise ModelError(f"{directory / 'modules.json'}: the path {quoted(path)} leaves the model directory")
     return directory / path
 
 

@@ -188,8 +188,11 @@ def _without_blobs(entry: CacheEntry[V, S, R]) -> Loaded[V, S, R] | None:
     plan = job.kind.plan(job)
     if plan.options.layout != "paged":
         return None
-    with suppress(OSError):
+    try:
         place.folder.mkdir(exist_ok=True)
+    except OSError as error:
+        text = f"CACHE_DIR={quoted(entry.cache.folder)} cannot be used: {error.strerror or error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
     try:
         loaded = _compile_plan(job, plan, place)
     except _DifferentError as error:

@@ -180,8 +180,8 @@ def _adapter(file: SafetensorsFile, config: PeftConfig | None) -> LoraAdapter:
         b = _matrix(file, names["b"])
         if a.shape[0] != b.shape[1] or not a.size or not b.size:
             raise AdapterError(
-                f"the adapter {quoted(file.name)}: {path!r} has matrices of the shapes {list(a.shape)} and {list(b.shape)}, "
-                "must be [rank, in] and [out, rank]"
+                f"the adapter {quoted(file.name)}: {quoted(path)} has matrices of the shapes {list(a.shape)} and "
+                f"{list(b.shape)}, must be [rank, in] and [out, rank]"
             )
         scale = 1.0 if config is None else config.scale(path, a.shape[0])
         layers[path] = LoraLayer(a, b, scale)
@@ -208,11 +208,13 @@ def _pairs(file: SafetensorsFile) -> dict[str, dict[str, str]]:
             continue
         path = part["path"].removeprefix(PREFIX)
         if found.setdefault(path, {}).setdefault(_SIDES[part["part"]], name) != name:
-            raise AdapterError(f"the adapter {quoted(file.name)} has two tensors for {path!r}: {name!r} is the second")
+            raise AdapterError(
+                f"the adapter {quoted(file.name)} has two tensors for {quoted(path)}: {name!r} is the second"
+            )
     for path, names in found.items():
         if len(names) != 2:
             raise AdapterError(
-                f"the adapter {quoted(file.name)} has one of two matrices for {path!r}: {next(iter(names.values()))!r}"
+                f"the adapter {quoted(file.name)} has one of two matrices for {quoted(path)}: {next(iter(names.values()))!r}"
             )
     if not found:
         raise AdapterError(

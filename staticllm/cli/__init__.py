@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from staticllm.cli.signals import ended_while_importing
-from staticllm.errors import StaticLLMError
+from staticllm.errors import StaticLLMError, missing_runtime
 
 _SECTIONS = {
     "Use a model": {
@@ -126,6 +126,8 @@ class _Commands(click.Group):
                 ctx.exit(1)
             raise click.ClickException(f"{error.strerror}: {error.filename or 'standard output'}") from error
         except (KeyboardInterrupt, ImportError) as error:
+            if isinstance(error, ImportError) and (text := missing_runtime(error)) is not None:
+                raise click.ClickException(text) from error
             if not _is_interrupt(error):
                 raise
             click.echo(err=True)

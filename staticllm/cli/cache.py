@@ -33,7 +33,7 @@ def command(ctx: click.Context, key_file: str | None) -> None:
         try:
             ctx.obj = read_regular(Path(key_file), MAX_KEY)
         except OSError as error:
-            raise ConfigError(f"--key-file {key_file!r} cannot be read: {error.strerror or error}") from None
+            raise ConfigError(f"--key-file {quoted(key_file)} cannot be read: {error.strerror or error}") from None
 
 
 def _key() -> bytes:

@@ -40,7 +40,11 @@ def located(path: str | os.PathLike[str], needs_tokenizer: bool = False) -> Mode
     here = path_kind(place, needs_tokenizer)
     if here.is_loadable:
         return _noted(replace(here, title=name.title), name, snapshots[0])
-    return found if here.kind.name in _INCOMPLETE else replace(here, path=found.path, directory=found.path, given=found.given)
+    return (
+        found
+        if here.kind.name in _INCOMPLETE
+        else replace(here, path=found.path, directory=found.path, given=found.given)
+    )
 
 
 def _noted(found: ModelPath, name: HubName, snapshot: Path) -> ModelPath:

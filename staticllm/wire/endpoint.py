@@ -160,14 +160,20 @@ def read_key(folder: Path) -> bytes:
 def make_key(folder: Path) -> bytes:
     """Write a new key, which only this user may read, and return it. Called by a daemon when it starts."""
     key = secrets.token_bytes(KEY_BYTES)
-    path = folder / "key"
-    patiently(partial(path.unlink, missing_ok=True))
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
+    _write(folder / "key", key)
+    return key
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Write a small file that only this user may read. Who reads it meanwhile reads the one before."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.unlink(missing_ok=True)
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
     try:
-        os.write(descriptor, key)
+        os.write(descriptor, data)
     finally:
         os.close(descriptor)
-    return key
+    patiently(partial(scratch.replace, path))
 
 
 def note_stop(folder: Path) -> None:
@@ -203,7 +209,7 @@ def listen(folder: Path, wait_seconds: float | None = None) -> mp.Listener:
     """
     if sys.platform == "win32":
         listener = mp.Listener(rf"\\.\pipe\staticllm-{secrets.token_hex(16)}", "AF_PIPE")
-        (folder / "pipe").write_text(str(listener.address), "ascii")
+        _write(folder / "pipe", str(listener.address).encode("ascii"))
         return listener
     path = address(folder)
     Path(path).unlink(missing_ok=True)

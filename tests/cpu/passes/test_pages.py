@@ -1,5 +1,6 @@
 """Programs over pages: what they refuse, and that the proof finds graphs which compute other numbers than the model."""
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -155,6 +156,14 @@ def test_a_second_start_from_a_cache_proves_nothing_again(zoo, tmp_path, monkeyp
             kept.write_text(kept.read_text(encoding="utf-8").replace("true", "false"), encoding="utf-8")
         assert len(calls) == (1, 1, 2, 2)[turn]
     assert all(tokens == found[0] for tokens in found)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_a_cache_that_takes_no_files_is_told_and_not_used(zoo):
+    with pytest.warns(RuntimeWarning, match="CACHE_DIR='/proc/none' cannot be used: No such file"):
+        pipe = StaticLLMPipeline(zoo / "llama", "CPU", CACHE_DIR="/proc/none", MAX_PROMPT_LEN=64)
+    with pipe:
+        assert pipe.generate(np.arange(8, 40), max_new_tokens=4, ignore_eos=True).tokens[0]
 
 
 def test_measuring_costs_between_two_turns_changes_neither(zoo, original):
