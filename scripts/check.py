@@ -99,6 +99,8 @@ def changed_files(root: Path) -> list[str]:
 
 
 def _lines_of_git(root: Path, *arguments: str) -> list[str]:
+    if shutil.which("git") is None:
+        return []
     found = subprocess.run(
         ["git", "-c", "core.quotePath=false", *arguments], cwd=root, capture_output=True, text=True, check=False
     )

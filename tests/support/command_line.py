@@ -32,7 +32,7 @@ def in_here(*arguments, stdin=""):
 
     command = ["staticllm", *map(str, arguments)]
     streams = {
-        name: io.TextIOWrapper(io.BytesIO(data.encode()), encoding="utf-8")
+        name: io.TextIOWrapper(io.BytesIO(data.encode()), encoding="utf-8", newline="")
         for name, data in (("stdin", stdin), ("stdout", ""), ("stderr", ""))
     }
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():

@@ -46,6 +46,7 @@ def test_an_import_that_lacks_microsofts_runtime_says_what_to_install(monkeypatc
         raise ImportError(LOAD_FAILED, name="py_openvino_genai")
 
     monkeypatch.setattr(staticllm, "import_module", fails)
+    monkeypatch.setattr("sys.platform", "linux")
     with pytest.raises(ImportError, match=r"specified module could not be found\.$"):
         _ = staticllm.StaticLLMPipeline
     monkeypatch.setattr("sys.platform", "win32")

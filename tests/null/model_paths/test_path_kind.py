@@ -83,7 +83,9 @@ def test_a_folder_is_one_kind_with_one_remedy(name, tmp_path):
     folder = written(tmp_path / "held", files)
     found = path_kind(folder, needs_tokenizer=True)
     assert found.kind.name == kind
-    assert words.replace("@/", f"{folder}{os.sep}").replace("@", str(folder)) in found.problem
+    if "@/" in words:
+        words = words.replace("/", os.sep)
+    assert words.replace("@", str(folder)) in found.problem
     assert found.problem.startswith(quoted(folder))
     assert not found.is_loadable
     assert "\n" not in found.problem
@@ -229,7 +231,7 @@ def test_a_large_tree_is_not_searched_to_its_end(tmp_path, monkeypatch):
 
 PATHS = ("./x", "../x", "~/x", ".\\x", "C:\\models\\x", "d:/x", "models/chat", "owner/name", "/no/such/model", "chat.gguf",
          "CHAT.GGUF", "model.xml", "1.blob", "a.safetensors", ".", "here", "with blanks", "./my model",
-         *(["/etc/my model"] if Path("/etc").is_dir() else []), "./with blanks")  # fmt: skip
+         *(["/etc/my model"] if sys.platform != "win32" else []), "./with blanks")  # fmt: skip
 TEXTS = ("hello", "what is and/or?", "and/or?", "Why?", "24/7", "1/2", "3.5", "https://example.org/a", "a.gguf or b.gguf",
          "What is model.xml", "/ is a slash", "line\n./x", "", "a" * 5000 + "/", "GGUF", "either / or",
          "/etc/passwd what is this", "./here what is in it", "./with blanks what is in it", "/etc\tis a folder")  # fmt: skip
