@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -97,6 +98,24 @@ for text in (str(home / "no" / "model"), "owner/name", "C:\\\\no\\\\model.gguf")
     except StaticLLMError as error:
         assert text in str(error), (text, str(error))
         print("PLACE refused", ascii(str(error)[:90]))
+"""
+
+
+SIDECAR = """
+import multiprocessing
+from staticllm.cli import main
+if __name__ == "__main__":
+    multiprocessing.freeze_support()
+    main()
+"""
+SPEC = """
+programs = []
+parts = []
+for name, has_console in (("server", True), ("chat", False)):
+    analysis = Analysis([f"{name}.py"], hiddenimports=["staticllm.cli.serve", "staticllm.cli.daemon"])
+    program = EXE(PYZ(analysis.pure), analysis.scripts, exclude_binaries=True, name=name, console=has_console)
+    parts += [program, analysis.binaries, analysis.datas]
+COLLECT(*parts, name="apps")
 """
 
 
@@ -260,7 +279,65 @@ def places(context: Context) -> str:
     return "; ".join(line.partition(" ")[2] for line in said.splitlines() if line.startswith("PLACE"))
 
 
+def app(_: Context) -> str:
+    """PyInstaller makes a program of the server and one of the window example; the server answers and leaves no process."""
+    more = ("pyinstaller>=6.16,<7", "setuptools>=80,<90")
+    windows = WindowsPython("3.11", "server", more, is_editable=False)
+    place = Path(tempfile.mkdtemp(prefix="staticllm-app-"))
+    try:
+        (place / "server.py").write_text(SIDECAR)
+        (place / "chat.py").write_text((ROOT / "examples" / "chat_window.py").read_text(encoding="utf-8"))
+        (place / "apps.spec").write_text(SPEC)
+        done = windows.run("-m", "PyInstaller", "--noconfirm", "apps.spec", seconds=1200, cwd=place)
+        if done.returncode:
+            raise CheckError(f"PyInstaller: {done.stderr[-1500:]}")
+        folder = place / "dist" / "apps"
+        num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        said = _served_by(windows, folder / "server.exe", place)
+        print(f"the window: {shlex.join(windows.wine(folder / 'chat.exe'))}", flush=True)
+        return f"{num_bytes / 1e6:.0f} MB; {said}; {place}"
+    finally:
+        windows.close()
+
+
+def _served_by(windows: WindowsPython, program: Path, place: Path) -> str:
+    ready = place / "ready.json"
+    pipe = subprocess.PIPE
+    arguments = ("serve", "--port", "0", "--ready-file", windows_path(ready), "--supervise")
+    server = subprocess.Popen(
+        windows.wine(program, *arguments), cwd=place, env=windows.environment(), stdin=pipe, stdout=pipe, stderr=pipe
+    )
+    try:
+        begin = time.monotonic()
+        url = _url_of(ready, server.poll)
+        seconds = time.monotonic() - begin
+        body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 8}
+        with _post(f"{url}/v1/chat/completions", {**body, "model": _get(f"{url}/v1/models")["data"][0]["id"]}) as found:
+            text = json.loads(found.read())["choices"][0]["message"]["content"]
+        server.send_signal(signal.SIGINT)
+        code = server.wait(60)
+        end = time.monotonic() + 20
+        while (left := _processes_of(program.name)) and time.monotonic() < end:
+            time.sleep(0.5)
+        if code or left or not text:
+            raise CheckError(f"exit code {code}, {len(left)} processes left, {text!r}")
+        return f"ready after {seconds:.0f} s, {text!r}, exit code 0, no process left"
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def _processes_of(name: str) -> list[str]:
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace"))
+    return [line for line in lines if name in line and "wine" not in line.split(" ")[0]]
+
+
 STEPS: tuple[Callable[[Context], str], ...] = (answer, verify, tokens, blobs, serve, daemon, attach, places, tests)
+EXTRA: tuple[Callable[[Context], str], ...] = (app,)
+"""Run if they are named only."""
 
 
 def _here(*arguments: str) -> str:
@@ -308,15 +385,21 @@ def _context() -> Iterator[Context]:
 
 def main() -> None:
     names = [step.__name__ for step in STEPS]
+    others = [step.__name__ for step in EXTRA]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("steps", nargs="*", choices=[*names, []], help=f"of {', '.join(names)} [all]")
+    parser.add_argument(
+        "steps",
+        nargs="*",
+        choices=[*names, *others, []],
+        help=f"of {', '.join(names)} [all of these], {', '.join(others)}",
+    )
     wanted = parser.parse_args().steps or names
     has_failed = False
     begin = time.monotonic()
     try:
         with _context() as context:
             print(f"{time.monotonic() - begin:5.0f} s  set up", flush=True)
-            for step in STEPS:
+            for step in (*STEPS, *EXTRA):
                 if step.__name__ not in wanted:
                     continue
                 start = time.monotonic()

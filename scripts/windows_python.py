@@ -91,7 +91,11 @@ class WindowsPython:
 
     def command(self, *arguments: str) -> list[str]:
         """Return the command of ``python.exe`` with these arguments."""
-        return [str(_loader()), str(self.folder / "python" / "python.exe"), *arguments]
+        return self.wine(self.folder / "python" / "python.exe", *arguments)
+
+    def wine(self, program: Path, *arguments: str) -> list[str]:
+        """Return the command of a program of Windows."""
+        return [str(_loader()), str(program), *arguments]
 
     def environment(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
         """Return the variables for a program of Windows."""
