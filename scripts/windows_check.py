@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.response import addinfourl
 from xml.etree import ElementTree
 
 from _setup import ROOT, ensure_environment
@@ -205,6 +207,46 @@ def blobs(context: Context) -> str:
     return "; ".join(said)
 
 
+def npu(context: Context) -> str:
+    """A set for an NPU elsewhere has the same bytes from both systems; Windows opens it up to the question of its device."""
+    asked = ("--device", "NPU", "--platform", "4000", "--max-prompt-len", "64")
+    here, there = (context.home / name for name in ("npu-here", "npu-there"))
+    try:
+        _here("-m", "staticllm", "compile", str(ZOO / "llama"), *asked, "--export-blob", str(here))
+    except CheckError as error:
+        return f"left out: {str(error).strip().splitlines()[-1][:150]}"
+    model = windows_path(ZOO / "llama")
+    context.ask("-m", "staticllm", "compile", model, *asked, "--export-blob", windows_path(there))
+    files, others = ({_part_of(path): _content(path) for path in place.glob("*.blob")} for place in (here, there))
+    if not files or files != others:
+        names = sorted(name for name in files | others if files.get(name) != others.get(name))
+        raise CheckError(f"other bytes in {len(names)} of {len(files)} files: {', '.join(names[:4])}")
+    num_host = sum("-host" in name for name in files)
+    run = ("-m", "staticllm", "run", "-m", model, "hi", "--device", "NPU", "-p", f"BLOB_PATH={windows_path(here)}")
+    done = context.windows.run(*run, seconds=STEP_SECONDS, cwd=context.home)
+    lines = done.stderr.strip().splitlines()
+    if done.returncode != 1 or not lines[-1].startswith("Error: ") or "Traceback" in done.stderr:
+        raise CheckError(f"exit code {done.returncode}: {done.stderr[-800:]}")
+    return (
+        f"{len(files) - num_host} files of the same bytes, {num_host} graphs of the host with the same nodes and constants; "
+        f"opened there: {lines[-1][:120]}"
+    )
+
+
+def _part_of(path: Path) -> str:
+    """Return the name of a file of a set; that of a graph of the host without its digest."""
+    return path.stem.rpartition("-")[0] if "-host-" in path.name else path.name
+
+
+def _content(path: Path) -> object:
+    """Return what must be the same in a file of a set.
+
+    OpenVINO numbers the nodes of a graph of the host in each process anew, and writes its edges in the order of addresses.
+    """
+    data = path.read_bytes()
+    return sorted(re.sub(rb"_\d+", b"", data).splitlines()) if "-host-" in path.name else data
+
+
 def serve(context: Context) -> str:
     ready = context.home / "ready.json"
     arguments = ("-m", "staticllm", "serve", "--port", "0", "--ready-file", windows_path(ready))
@@ -335,7 +377,7 @@ def _processes_of(name: str) -> list[str]:
     return [line for line in lines if name in line and "wine" not in line.split(" ")[0]]
 
 
-STEPS: tuple[Callable[[Context], str], ...] = (answer, verify, tokens, blobs, serve, daemon, attach, places, tests)
+STEPS: tuple[Callable[[Context], str], ...] = (answer, verify, tokens, blobs, npu, serve, daemon, attach, places, tests)
 EXTRA: tuple[Callable[[Context], str], ...] = (app,)
 """Run if they are named only."""
 
@@ -367,9 +409,9 @@ def _get(url: str) -> dict[str, list[dict[str, str]]]:
         return found
 
 
-def _post(url: str, body: Mapping[str, object]) -> urllib.request.addinfourl:
+def _post(url: str, body: Mapping[str, object]) -> addinfourl:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    opened: urllib.request.addinfourl = urllib.request.urlopen(request, timeout=120)
+    opened: addinfourl = urllib.request.urlopen(request, timeout=120)
     return opened
 
 

@@ -41,7 +41,7 @@ TARGET = (
 MORE = (
     "numpy==2.1.3",
     "colorama>=0.4,<1",
-    "msvc-runtime>=14.51,<15",
+    "msvc-runtime>=14.36,<15",
     "pywin32-ctypes>=0.2,<1",
     "pefile>=2024.8.26,<2026",
 )

@@ -306,7 +306,7 @@ def export_part(part: CompiledPart) -> bytes:
         with tempfile.TemporaryDirectory(prefix="staticllm-") as folder:
             xml = Path(folder) / "host.xml"
             ov.serialize(part.model, xml)
-            graph = xml.read_bytes()
+            graph = xml.read_bytes().replace(b"\r\n", b"\n")  # so that a set has the same bytes from every system
             constants = xml.with_suffix(".bin").read_bytes()
         return len(graph).to_bytes(LENGTH_BYTES, "little") + graph + constants
     return bytes(part.export_model().getvalue())

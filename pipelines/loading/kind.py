@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress, Part, ProgressEvent
 from staticllm.devices import get_core
+from staticllm.devices import kind as device_kind
 from staticllm.errors import ModelError, quoted
 from staticllm.model_dir import given_as, read_model, weights_of
 from staticllm.system.cache_folder import user_cache
@@ -307,8 +308,13 @@ class Loaded(Generic[V, S, R]):
         return replace(self, programs=replace(self.programs, compiled={}), deferred=None)
 
 
-def probes_of(job: LoadJob[Any]) -> ProbeTimes:
-    """Return the times of probes that need not run again: those in the job's cache, or else in that of this user."""
+def probes_of(job: LoadJob[Any]) -> ProbeTimes | None:
+    """Return the times of probes that need not run again: those in the job's cache, or else in that of this user.
+
+    Only a CPU is probed; an NPU need not be there at all.
+    """
+    if device_kind(job.device) != "CPU":
+        return None
     folder = user_cache() / PROBES if job.config.cache_dir is None else Path(job.config.cache_dir)
     with suppress(OSError):  # a folder that cannot be made keeps nothing
         folder.mkdir(parents=True, exist_ok=True)
