@@ -19,6 +19,7 @@ from filelock import Timeout
 
 from staticllm.system.file_lock import acquire
 from staticllm.system.files import read_regular, whole_file
+from staticllm.system.posix import affinity
 
 from ..compiling.compile import CompileOptions, V
 from .blob_set import COSTS, LOCK, SCRATCH, json_properties
@@ -158,9 +159,7 @@ def probes_in(folder: Path, core: ov.Core, device: str, key: bytes = b"") -> Kep
 
 def usable_cores() -> int:
     """Return the number of processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(affinity() or ()) or os.cpu_count() or 1
 
 
 def _digest_of(value: object) -> str:

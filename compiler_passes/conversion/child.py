@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from staticllm.children.answers import answer_all
-from staticllm.children.child import end_with_parent
 from staticllm.errors import ModelError, last_line, quoted
 from staticllm.model_files.converted import NOTES
 from staticllm.system.file_lock import acquire
+from staticllm.system.posix import end_with_parent
 
 from .gguf_model import convert
 

@@ -12,8 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from staticllm.errors import DeviceError
-from staticllm.system.cache_folder import user_cache
-from staticllm.system.files import read_regular
+from staticllm.system.files import read_regular, user_cache
 
 from .child_compiler import ChildCompiler, Launch
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import statistics
 import threading
 import time
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import ClassVar, Protocol
 
 from staticllm.core import Clock, Variant
+from staticllm.system.posix import after_fork
 from staticllm.system.processor_use import ProcessorUse
 
 from ...kvcache.step import StepBuffers
@@ -286,8 +286,7 @@ class Rests:
         return not is_awaited and (is_busy or end - self._start > SERIES_SECONDS)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=Rests.forget_others)
+after_fork(Rests.forget_others)
 
 
 def _does_more(one: Variant, other: Variant) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from staticllm.system.posix import after_fork
 from staticllm.system.threads import POLL_SECONDS, InterruptibleFuture, check_may_wait
 
 from .packing.encoder_buffers import Vectors
@@ -76,8 +76,8 @@ class _DoneCallbacks:
 
 
 _callbacks = _DoneCallbacks()
-if hasattr(os, "register_at_fork"):  # the thread does not exist in a forked child, and the lock may be held forever
-    os.register_at_fork(after_in_child=_callbacks.__init__)  # type: ignore[misc]
+# the thread does not exist in a forked child, and the lock may be held forever
+after_fork(_callbacks.__init__)  # type: ignore[misc]
 
 
 class RequestFuture(InterruptibleFuture[Vectors]):

@@ -25,7 +25,7 @@ from staticllm.devices import get_core
 from staticllm.devices import kind as device_kind
 from staticllm.errors import ModelError, quoted
 from staticllm.model_dir import given_as, read_model, weights_of
-from staticllm.system.cache_folder import user_cache
+from staticllm.system.files import user_cache
 from staticllm.system.heap import return_large_blocks
 from staticllm.system.long_calls import attended, told
 from staticllm.system.mapped_weights import MappedWeights

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import signal
@@ -16,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
+from staticllm.system.posix import after_fork, kill_group
 from staticllm.wire import endpoint
 from staticllm.wire.messages import Message, ProtocolError, read_message, write_message
 
@@ -28,7 +28,6 @@ LOST_SECONDS = 5.0
 """Grace period for a process that answered something else than a message, in seconds."""
 END_SECONDS = 5.0
 """Seconds in which a process must end whose pipes are closed."""
-_PARENT_DEATH_SIGNAL = 1
 LAST_BYTES = 500
 """The most bytes of stderr that an error quotes."""
 
@@ -168,8 +167,7 @@ class Child:
                 with contextlib.suppress(psutil.Error):
                     each.kill()
         else:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)  # it leads a group
+            kill_group(self.pid)
 
     def end(self, seconds: float) -> int:
         """Close the pipes, or terminate a process without, wait for its end, kill it after ``seconds``; return its exit code."""
@@ -228,19 +226,9 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
-    if hasattr(os, "register_at_fork"):
-        for pipe in (answers.fileno(), 0):
-            os.register_at_fork(after_in_child=partial(os.close, pipe))
+    for pipe in (answers.fileno(), 0):
+        after_fork(partial(os.close, pipe))
     return sys.stdin.buffer, answers
-
-
-def end_with_parent() -> None:
-    """Let Linux end this process with the thread that started it, which must wait for it.
-
-    Calls of libraries may keep the thread for seconds from running that sees the end of the parent's pipe.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
 
 
 def python_command(module: str) -> list[str]:

@@ -25,9 +25,8 @@ from staticllm.children.child import ChildLostError, last_words
 from staticllm.children.line_child import LineChild
 from staticllm.errors import ConfigError, ModelError, StaticLLMError, quoted
 from staticllm.export.packages import OPENVINO, PACKAGES, installations, mismatches
-from staticllm.system.cache_folder import user_cache
 from staticllm.system.file_lock import acquire
-from staticllm.system.files import read_regular, whole_file
+from staticllm.system.files import read_regular, user_cache, whole_file
 
 FOLDER, MARKER = "export_env", "complete.json"
 TOOL = Path(__file__).with_name("tool.py")

@@ -31,9 +31,8 @@ from staticllm.core import OnProgress, ProgressEvent, Stage
 from staticllm.errors import ModelError, quoted
 from staticllm.model_files.gguf_architectures import check_architecture
 from staticllm.model_files.gguf_header import GGUFHeader, read_gguf_header
-from staticllm.system.cache_folder import user_cache
 from staticllm.system.file_lock import acquire
-from staticllm.system.files import open_regular, read_regular, remedy_of, whole_file, write_whole
+from staticllm.system.files import open_regular, read_regular, remedy_of, user_cache, whole_file, write_whole
 from staticllm.system.long_calls import LOOK_SECONDS, attended, checkpoint, told
 from staticllm.system.threads import ThreadPool
 from staticllm.wire.file_stamp import stamp_of

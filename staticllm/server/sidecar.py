@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from filelock import FileLock, Timeout
 
 from staticllm.errors import ConfigError, quoted
 from staticllm.system.files import read_regular, whole_file
+from staticllm.system.posix import is_read_only
 from staticllm.wire import endpoint
 
 MODE = 0o600
@@ -92,15 +92,13 @@ def _check_descriptor(fd: int) -> None:
     Raises:
         ConfigError: it is not, or this is Windows, where programs inherit handles, not descriptors.
     """
-    if sys.platform == "win32":
-        raise ConfigError(f"--ready-fd {fd}: Windows passes no file descriptors on, use --ready-file")
-    import fcntl
-
     try:
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        is_source = is_read_only(fd)
+    except NotImplementedError:
+        raise ConfigError(f"--ready-fd {fd}: Windows passes no file descriptors on, use --ready-file") from None
     except (OSError, OverflowError):
         raise ConfigError(f"--ready-fd {fd} is not open: let the process inherit it (pass_fds)") from None
-    if flags & os.O_ACCMODE == os.O_RDONLY:
+    if is_source:
         raise ConfigError(f"--ready-fd {fd} is open for reading only: pass the writing end of the pipe")
     os.set_inheritable(fd, False)
 

@@ -2,7 +2,6 @@
 
 __all__ = [
     "bf16",
-    "cache_folder",
     "file_lock",
     "files",
     "heap",
@@ -10,6 +9,7 @@ __all__ = [
     "load_progress",
     "long_calls",
     "mapped_weights",
+    "posix",
     "processor_use",
     "scratch_folder",
     "signal_stack",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from staticllm.system.posix import after_fork
 from staticllm.system.threads import POLL_SECONDS
 
 
@@ -31,8 +31,7 @@ def _forget() -> None:
     _holders.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+after_fork(_forget)
 
 
 class Lease:

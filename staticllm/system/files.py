@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -144,3 +145,19 @@ def write_whole(path: str | os.PathLike[str], data: bytes) -> None:
         return
     with whole_file(target.resolve()) as file:  # the file that a link names is replaced, not the link
         file.write(data)
+
+
+def user_cache() -> Path:
+    """Return the folder for staticllm's own files in the cache of this user; it may not exist.
+
+    It is below ``XDG_CACHE_HOME``, else in ``~/.cache``, on Windows below ``LOCALAPPDATA``, on macOS in ``~/Library/Caches``.
+    """
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given).absolute() / "staticllm"
+    if sys.platform == "win32":
+        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = Path.home() / ".cache"
+    return base.absolute() / "staticllm"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from staticllm.errors import ConfigError, DeviceError
+from staticllm.system.posix import affinity, set_affinity
 
 SERVICE_SHARE = 0.25
 """The share of the cores that is kept for the service, as in the paper: tokenization, queues, and the host's work for the NPU."""
@@ -116,9 +117,9 @@ def current_processors() -> set[int]:
     Raises:
         DeviceError: the system does not tell.
     """
-    if not hasattr(os, "sched_getaffinity"):
+    if (found := affinity()) is None:
         raise DeviceError(unsupported())
-    return set(os.sched_getaffinity(0))
+    return found
 
 
 def bind(processors: Iterable[int]) -> None:
@@ -139,10 +140,10 @@ def bind(processors: Iterable[int]) -> None:
     if sys.platform == "linux":
         before = current_processors()
         with contextlib.suppress(OSError, OverflowError, ValueError):
-            os.sched_setaffinity(0, wanted)
+            set_affinity(0, wanted)
         missing = sorted(set(wanted) - current_processors())
         if missing:  # the system binds to those of a list that it has
-            os.sched_setaffinity(0, before)
+            set_affinity(0, before)
             which = f"processor {missing[0]}" if len(missing) == 1 else f"processors {missing[0]} to {missing[-1]}"
             raise ConfigError(f"{which} cannot be used here; there are {', '.join(map(str, sorted(before)))}")
 
@@ -158,7 +159,7 @@ def bind_process(processors: Iterable[int]) -> None:
     if sys.platform == "linux":
         for task in Path("/proc/self/task").iterdir():
             with contextlib.suppress(OSError):  # it has ended meanwhile
-                os.sched_setaffinity(int(task.name), wanted)
+                set_affinity(int(task.name), wanted)
 
 
 def _cores(processors: set[int], system: Path) -> tuple[tuple[int, ...], ...]:

@@ -25,7 +25,7 @@ TOKENS = np.random.default_rng(5).integers(0, 500, 10).tolist()
 HOLDS = """
 import ctypes, pathlib
 from staticllm.children.answers import answer_all
-from staticllm.children.child import end_with_parent
+from staticllm.system.posix import end_with_parent
 from staticllm.system.file_lock import acquire
 def answer(body):
     with acquire(pathlib.Path(body["lock"])):

@@ -54,3 +54,23 @@ def test_an_import_that_lacks_microsofts_runtime_says_what_to_install(monkeypatc
         _ = staticllm.StaticLLMPipeline
     assert "\n" not in str(error.value)
     assert missing_runtime(ImportError("No module named 'numpy'")) is None
+
+
+ONE_SYSTEM = re.compile(
+    r"os\.(fork|forkpty|get\w*[ug]id|set\w*[ug]id|setsid|killpg|[gs]etpgid|register_at_fork|sched_\w+|mkfifo|f?chown|fchmod|statvfs"
+    r"|memfd_create|waitpid|posix_\w+|startfile|getloadavg|sysconf)\b"
+    r"|import (fcntl|resource|pwd|grp|termios|tty|msvcrt|winreg|_winapi)\b|signal\.SIG(KILL|HUP|USR[12]|CONT|STOP|CHLD|BREAK)"
+)
+STANDALONE = ("staticllm/system/", "staticllm/wire/", "staticllm/attach/", "staticllm/export/tool.py")
+"""Where they may be: one room for the library, and what programs without staticllm load."""
+
+
+def test_functions_that_one_system_lacks_are_in_one_room(root):
+    found = [
+        f"{name}: {match[0]}"
+        for room in CODE
+        for path in (root / room).rglob("*.py")
+        if not (name := path.relative_to(root).as_posix()).startswith(STANDALONE)
+        for match in ONE_SYSTEM.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert found == []
