@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -154,8 +154,16 @@ def pieces_digest(pieces: Iterable[bytes | memoryview], key: bytes = b"") -> str
     return digest.hexdigest()
 
 
-def fingerprint_model(directory: Path, weights: Path | None = None, model_file: str = MODEL_XML) -> ModelFingerprint:
+def fingerprint_model(
+    directory: Path,
+    weights: Path | None = None,
+    model_file: str = MODEL_XML,
+    digest_of: Callable[[Path], str] = file_digest,
+) -> ModelFingerprint:
     """Return the digests of the graph and of its weights, which are beside the graph or at ``weights``.
+
+    Args:
+        digest_of: Returns what ``file_digest`` does.
 
     Raises:
         ModelError: a file cannot be read.
@@ -165,7 +173,7 @@ def fingerprint_model(directory: Path, weights: Path | None = None, model_file: 
             ir_digest=bytes_digest(held.xml.encode()), weights_digest=bytes_digest(held.weights.data.tobytes())
         )
     xml = directory / model_file
-    return ModelFingerprint(ir_digest=file_digest(xml), weights_digest=file_digest(weights or xml.with_suffix(".bin")))
+    return ModelFingerprint(ir_digest=digest_of(xml), weights_digest=digest_of(weights or xml.with_suffix(".bin")))
 
 
 _REPORTED = {"driver": "NPU_DRIVER_VERSION", "compiler": "NPU_COMPILER_VERSION"}

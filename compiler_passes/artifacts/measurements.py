@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +21,19 @@ from filelock import Timeout
 from staticllm.system.file_lock import acquire
 from staticllm.system.files import read_regular, whole_file
 from staticllm.system.posix import affinity
+from staticllm.wire.file_stamp import stamp_of
 
 from ..compiling.compile import CompileOptions, V
 from .blob_set import COSTS, LOCK, SCRATCH, json_properties
-from .fingerprint import Fingerprint, bytes_digest, machine_values
+from .fingerprint import Fingerprint, bytes_digest, file_digest, machine_values
 from .manifest import MAX_ENTRIES, cost_from_json, cost_to_json
 
 PROBES = "staticllm-probes-"
 """Prefix of the probe files in a cache folder."""
+DIGESTS = "staticllm-digests.json"
+"""The file of ``digests_in``."""
+STEP_NS = 2 * 10**9
+"""The longest step in which file systems count times: a younger file may change without another stamp."""
 PROOFS = "proofs.json"
 """The file of ``CostsPlace.proofs``."""
 SCHEMA = 1
@@ -155,6 +161,44 @@ def probes_in(folder: Path, core: ov.Core, device: str, key: bytes = b"") -> Kep
     """Return the probes that a cache folder keeps for this machine. ``key`` signs them."""
     subject = _digest_of({**machine_values(core, device), "cores": usable_cores()})
     return KeptProbes(MeasurementFile(folder / f"{PROBES}{subject[:12]}.json", subject, key))
+
+
+class KeptDigests:
+    """The digests of files, by path and stamp: a file with the stamp that it had when it was read is not read again."""
+
+    def __init__(self, file: MeasurementFile) -> None:
+        self._file = file
+        self._known = file.read()
+
+    def of(self, path: Path) -> str:
+        """Return what ``file_digest`` does.
+
+        Raises:
+            ModelError: the file cannot be read.
+        """
+        name = str(path.absolute())
+        before = _stamp(path)
+        known = self._known.get(name)
+        if before and isinstance(known, list) and known[1:] == before and isinstance(known[0], str):
+            return known[0]
+        digest = file_digest(path)
+        if before and before == _stamp(path) and max(before[1:3]) < time.time_ns() - STEP_NS:
+            self._known = {**dict(list(self._known.items())[-MAX_PROBES:]), name: [digest, *before]}
+            self._file.write(self._known)
+        return digest
+
+
+def _stamp(path: Path) -> list[int]:
+    """Return the stamp of a file; an empty one if there is no file."""
+    try:
+        return list(stamp_of(path))
+    except OSError:
+        return []
+
+
+def digests_in(folder: Path, key: bytes = b"") -> KeptDigests:
+    """Return the digests of files that a cache folder keeps. ``key`` signs them."""
+    return KeptDigests(MeasurementFile(folder / DIGESTS, "digests of files", key))
 
 
 def usable_cores() -> int:

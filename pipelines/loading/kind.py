@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,9 +31,15 @@ from staticllm.system.long_calls import attended, told
 from staticllm.system.mapped_weights import MappedWeights
 
 from ...compiler_passes.artifacts.blob_set import json_properties
-from ...compiler_passes.artifacts.fingerprint import Fingerprint, fingerprint_model, machine_values, with_article
+from ...compiler_passes.artifacts.fingerprint import (
+    Fingerprint,
+    file_digest,
+    fingerprint_model,
+    machine_values,
+    with_article,
+)
 from ...compiler_passes.artifacts.manifest import Manifest
-from ...compiler_passes.artifacts.measurements import KeptCosts, probes_in
+from ...compiler_passes.artifacts.measurements import KeptCosts, digests_in, probes_in
 from ...compiler_passes.compiling.autotune import ProbeTimes
 from ...compiler_passes.compiling.chain_compiler import ChainCompiler
 from ...compiler_passes.compiling.compile import CompiledPrograms, CompileOptions, CompilePlan, S, StartWith, V
@@ -183,7 +189,7 @@ class ProgramKind(ABC, Generic[V, S, R]):
         """
         return Fingerprint(
             kind=self.name,
-            **asdict(fingerprint_model(job.directory, job.weights, job.config.model_file)),
+            **asdict(fingerprint_model(job.directory, job.weights, job.config.model_file, _digest_of(job))),
             **(job.target.machine_values() if job.target else machine_values(get_core(), job.device)),
             choices=self.asked(job),
         )
@@ -306,6 +312,12 @@ class Loaded(Generic[V, S, R]):
     def without_programs(self) -> Loaded[V, S, R]:
         """Return what is known of a model that was closed, without its programs and graphs."""
         return replace(self, programs=replace(self.programs, compiled={}), deferred=None)
+
+
+def _digest_of(job: LoadJob[Any]) -> Callable[[Path], str]:
+    """Return what digests the files of a job: with a cache, each is read once."""
+    cache = job.config.cache_dir
+    return file_digest if cache is None else digests_in(Path(cache), job.key).of
 
 
 def probes_of(job: LoadJob[Any]) -> ProbeTimes | None:

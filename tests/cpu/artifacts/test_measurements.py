@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -15,12 +16,19 @@ from staticllm import StaticLLMPipeline, demo_model_path
 from staticllm.compiler_passes.artifacts import measurements
 from staticllm.compiler_passes.artifacts.blob_set import COSTS, LOCK, copy_set, read_manifest, write_set
 from staticllm.compiler_passes.artifacts.cache import BlobCache
-from staticllm.compiler_passes.artifacts.fingerprint import bytes_digest
-from staticllm.compiler_passes.artifacts.measurements import CostsPlace, KeptProbes, MeasurementFile, probes_in
+from staticllm.compiler_passes.artifacts.fingerprint import bytes_digest, file_digest
+from staticllm.compiler_passes.artifacts.measurements import (
+    CostsPlace,
+    KeptProbes,
+    MeasurementFile,
+    digests_in,
+    probes_in,
+)
 from staticllm.compiler_passes.compiling.compile import CompileOptions
 from staticllm.config import StaticLLMConfig
 from staticllm.core import Variant
 from staticllm.devices import get_core
+from staticllm.errors import ModelError
 from staticllm.pipelines.costs import probe as cost_probe
 from staticllm.pipelines.costs.probe import worth_measuring
 from staticllm.pipelines.loading import kind
@@ -191,6 +199,30 @@ def test_times_of_probes_are_found_again(tmp_path):
     assert again.times("which is slower?", 2) is None
     assert probes_in(tmp_path, get_core(), "CPU", KEY).times("which is faster?", 2) is None
     assert not BlobCache(tmp_path).entries(), "the file is no set"
+
+
+def test_a_file_is_digested_once_until_it_changes(tmp_path, monkeypatch):
+    """Also if its time is set back; one that has just been written is read again, because its stamp may not show a change."""
+    path = tmp_path / "weights.bin"
+    path.write_bytes(b"one")
+    now = time.time_ns()
+    runs = []
+    monkeypatch.setattr(measurements, "file_digest", lambda path: runs.append(path) or file_digest(path))
+    wanted = file_digest(path)
+    assert [digests_in(tmp_path).of(path) for _ in range(2)] == [wanted] * 2
+    assert len(runs) == 2
+    monkeypatch.setattr(measurements.time, "time_ns", lambda: now + 10 * measurements.STEP_NS)
+    assert [digests_in(tmp_path).of(path) for _ in range(3)] == [wanted] * 3
+    assert len(runs) == 3
+    assert digests_in(tmp_path, KEY).of(path) == wanted
+    assert len(runs) == 4, "signed by nobody"
+    stat = path.stat()
+    path.write_bytes(b"two")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert digests_in(tmp_path, KEY).of(path) == file_digest(path) != wanted
+    path.unlink()
+    with pytest.raises(ModelError, match="cannot be read"):
+        digests_in(tmp_path).of(path)
 
 
 def test_probes_are_kept_for_this_user_where_no_cache_is_given(zoo, tmp_path, monkeypatch):
