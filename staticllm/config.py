@@ -218,7 +218,7 @@ class StaticLLMConfig:
     max_prompt_len: int = _row(1024, partial(whole, least=1))
     """The longest prompt (``MAX_PROMPT_LEN``). On a CPU, if no length is given, the model's positions and the memory decide."""
     min_response_len: int = _row(128, partial(whole, least=1))
-    """Tokens for which there is room after the longest prompt (``MIN_RESPONSE_LEN``)."""
+    """Tokens for which there is room after the longest prompt (``MIN_RESPONSE_LEN``). On a CPU, if no length is given, one."""
     programs: Programs = _row("auto", partial(one_of, allowed=PROGRAMS))
     """``separate`` compiles one static program per variant, ``blocks`` the same as chains of blocks that share the weights,
     ``shared`` one program for all, ``phases`` one for decoding and one for the rest, ``few_rows`` one for calls of few rows and

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
@@ -39,6 +40,8 @@ PROOFS = "proofs.json"
 SCHEMA = 1
 MAX_BYTES = 4 << 20
 MAX_PROBES = 256
+MAX_AGE_SECONDS = 30 * 24 * 3600.0
+"""After this time probes run again: the machine may have been busy, or have changed."""
 SECONDS = (1e-6, 600.0)
 """Plausible range of a call's duration, in seconds."""
 CHANGE = 0.1
@@ -154,13 +157,20 @@ class KeptProbes:
     def add(self, question: str, seconds: Sequence[float]) -> None:
         """Add the seconds of a question's candidates, and write the file. Beyond ``MAX_PROBES``, the oldest are dropped."""
         self._times[_digest_of(question)] = list(seconds)
+        with suppress(OSError):  # a folder that cannot be made keeps nothing
+            self._file.path.parent.mkdir(parents=True, exist_ok=True)
         self._file.write(dict(list(self._times.items())[-MAX_PROBES:]))
 
 
 def probes_in(folder: Path, core: ov.Core, device: str, key: bytes = b"") -> KeptProbes:
-    """Return the probes that a cache folder keeps for this machine. ``key`` signs them."""
+    """Return the probes that a cache folder keeps for this machine, until they are old. ``key`` signs them."""
     subject = _digest_of({**machine_values(core, device), "cores": usable_cores()})
-    return KeptProbes(MeasurementFile(folder / f"{PROBES}{subject[:12]}.json", subject, key))
+    signed = f"-{bytes_digest(b'', key)[:8]}" if key else ""
+    path = folder / f"{PROBES}{subject[:12]}{signed}.json"
+    with suppress(OSError):
+        if time.time() - path.stat().st_mtime > MAX_AGE_SECONDS:
+            path.unlink()
+    return KeptProbes(MeasurementFile(path, subject, key))
 
 
 class KeptDigests:
@@ -177,12 +187,12 @@ class KeptDigests:
             ModelError: the file cannot be read.
         """
         name = str(path.absolute())
-        before = _stamp(path)
+        before = _stamp(path)  # size, time of the content and of the change, number
         known = self._known.get(name)
         if before and isinstance(known, list) and known[1:] == before and isinstance(known[0], str):
             return known[0]
         digest = file_digest(path)
-        if before and before == _stamp(path) and max(before[1:3]) < time.time_ns() - STEP_NS:
+        if before and before == _stamp(path) and before[2] and max(before[1:3]) < time.time_ns() - STEP_NS:
             self._known = {**dict(list(self._known.items())[-MAX_PROBES:]), name: [digest, *before]}
             self._file.write(self._known)
         return digest

@@ -179,7 +179,7 @@ def with_own_lengths(
 ) -> StaticLLMConfig:
     """Return the config for sequences as long as the model can have them, and memory holds, unless lengths are ``given``.
 
-    A prompt may then leave room for a single token, as in GenAI.
+    A prompt may then leave room for a single token, as in GenAI, unless ``MIN_RESPONSE_LEN`` is given.
 
     Only where the programs of a longer sequence are no others: on a CPU, if no blobs are made. KV slots enter memory when they
     are first written, so that short conversations take no more than before. Arena and host pool may take ``ARENA_SHARE`` and
@@ -206,11 +206,12 @@ def with_own_lengths(
     longest = min(positions, most, MAX_SEQUENCE)
     if longest <= config.max_seq_len:
         return config
+    room = config.min_response_len if "min_response_len" in given else 1
     pool = min(max(config.num_host_slots, longest), max(int(free * POOL_SHARE) // num_bytes, config.max_seq_len))
     return replace(
         config,
-        max_prompt_len=longest - 1,
-        min_response_len=1,
+        max_prompt_len=longest - room,
+        min_response_len=room,
         kv_slots=min(most, config.num_seqs("shared") * longest, MAX_KV_SLOTS),
         host_kv_slots=pool if config.host_kv_slots is None else config.host_kv_slots,
     )

@@ -317,7 +317,11 @@ class Loaded(Generic[V, S, R]):
 def _digest_of(job: LoadJob[Any]) -> Callable[[Path], str]:
     """Return what digests the files of a job: with a cache, each is read once."""
     cache = job.config.cache_dir
-    return file_digest if cache is None else digests_in(Path(cache), job.key).of
+    if cache is None:
+        return file_digest
+    with suppress(OSError):  # one that cannot be made keeps nothing
+        Path(cache).mkdir(parents=True, exist_ok=True)
+    return digests_in(Path(cache), job.key).of
 
 
 def probes_of(job: LoadJob[Any]) -> ProbeTimes | None:
@@ -327,7 +331,8 @@ def probes_of(job: LoadJob[Any]) -> ProbeTimes | None:
     """
     if device_kind(job.device) != "CPU":
         return None
-    folder = user_cache() / PROBES if job.config.cache_dir is None else Path(job.config.cache_dir)
-    with suppress(OSError):  # a folder that cannot be made keeps nothing
-        folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder = user_cache() / PROBES if job.config.cache_dir is None else Path(job.config.cache_dir)
+    except RuntimeError:  # this user has no home
+        return None
     return probes_in(folder, get_core(), job.device, job.key)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Collection, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +19,13 @@ from staticllm.config import StaticLLMConfig
 from staticllm.core import OnProgress
 from staticllm.devices import kind
 from staticllm.errors import BlobError, DeviceError, StaticLLMError, UnsupportedModelError, last_line, quoted
-from staticllm.system.threads import ThreadPool
+from staticllm.system.long_calls import beside
 
 from ...compiler_passes.artifacts.blob_set import check_kind, read_steadily, remove_set
 from ...compiler_passes.artifacts.crashes import check_crashes
 from ...compiler_passes.artifacts.manifest import Manifest
 from ...compiler_passes.artifacts.measurements import CostsPlace
-from ...compiler_passes.compiling.compile import CompilePlan, S, StartWith, V, compile_all
+from ...compiler_passes.compiling.compile import CompiledPrograms, CompilePlan, S, StartWith, V, compile_all
 from ...compiler_passes.compiling.layout import program_mode
 from .background import DeferredPrograms, SecondProgram
 from .cached import CacheEntry, CacheUnusableError
@@ -98,12 +97,18 @@ def _from_set(job: Job[V, S, R], folder: Path) -> Loaded[V, S, R]:
 def _through_cache(job: Job[V, S, R], cache_dir: str) -> Loaded[V, S, R]:
     """Import the job's set from a cache, or compile and cache it. A cache that cannot be written is only read."""
     entry = CacheEntry.of(job, cache_dir)
-    if (loaded := _without_blobs(entry)) is not None:
+    try:
+        loaded = _without_blobs(entry)
+    except _DifferentError as error:
+        error.explain(job)
+        entry = replace(entry, job=replace(job, proof="failed"))
+        loaded = None
+    if loaded is not None:
         return loaded
     try:
         lease = entry.lease()
     except CacheUnusableError as error:
-        return _from_read_only_cache(entry, str(error)) or _compile(job)
+        return _from_read_only_cache(entry, str(error)) or _compile(entry.job)
     try:
         loaded = _from_cache(entry) or _compile_into(entry)
     except BaseException:
@@ -175,7 +180,7 @@ def _compile_into(place: SetPlace[V, S, R]) -> Loaded[V, S, R]:
 def _without_blobs(entry: CacheEntry[V, S, R]) -> Loaded[V, S, R] | None:
     """Compile a model whose programs cannot be imported, with the measurements in the cache; None if they can.
 
-    A cached set says that they can, without reading the model.
+    A cached set says that they can, without reading the model. Raises ``_DifferentError``.
     """
     job = entry.job
     if entry.folder.is_dir() or not job.kind.may_have_no_blobs(job):
@@ -188,16 +193,15 @@ def _without_blobs(entry: CacheEntry[V, S, R]) -> Loaded[V, S, R] | None:
     plan = job.kind.plan(job)
     if plan.options.layout != "paged":
         return None
+    problem = ""
     try:
         place.folder.mkdir(exist_ok=True)
     except OSError as error:
-        text = f"CACHE_DIR={quoted(entry.cache.folder)} cannot be used: {error.strerror or error}"
+        problem = error.strerror or str(error)
+    loaded = _compile_plan(job, plan, place)
+    if problem:
+        text = f"CACHE_DIR={quoted(entry.cache.folder)} cannot be used: {problem}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
-    try:
-        loaded = _compile_plan(job, plan, place)
-    except _DifferentError as error:
-        error.explain(job)
-        return None
     if not is_proven:
         place.proofs.write(PROVEN)
     return loaded
@@ -205,7 +209,8 @@ def _without_blobs(entry: CacheEntry[V, S, R]) -> Loaded[V, S, R] | None:
 
 def _compile(job: Job[V, S, R], place: CostsPlace | None = None) -> Loaded[V, S, R]:
     """Compile; no blobs are written. ``place``: where the costs of the programs are kept, if anywhere."""
-    job = replace(job, proof="beside compiling")
+    if job.proof != "failed":
+        job = replace(job, proof="beside compiling")
     start: StartWith = "all programs" if job.config.background_compile is False else "one program"
     try:
         return _compile_plan(job, job.kind.plan(job, start=start), place)
@@ -216,13 +221,16 @@ def _compile(job: Job[V, S, R], place: CostsPlace | None = None) -> Loaded[V, S,
 
 
 class _DifferentError(Exception):
-    """A lowered graph computes other numbers than the original; the text says where. Another form of it may not."""
+    """A lowered graph computes other numbers than the original; ``reason`` says where. Another form of it may not."""
+
+    def __init__(self, reason: UnsupportedModelError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
 
     def explain(self, job: LoadJob[Any]) -> None:
         """Log the reason, or raise it if the user has asked for this form."""
         if job.config.programs == "paged":
-            assert self.__cause__ is not None
-            raise self.__cause__
+            raise self.reason
         logger.info("not in pages: %s", self)
 
 
@@ -232,23 +240,35 @@ def _compile_plan(job: Job[V, S, R], plan: CompilePlan[V, S], place: CostsPlace 
         return _compile_staged(job, plan)
     kept = place.costs_of(job.kind.variant, plan.options) if place is not None else None
     with plan.weights.released(), job.kind.memory(job.device, plan.lowered.shape, plan.variants) as memory:
-        with _proving(plan) as proof:
-            programs = compile_all(plan, job.on_progress)
-        try:
-            proof.result()
-        except UnsupportedModelError as error:
-            raise _DifferentError(str(error)) from error
+        programs = _compiled(plan, job.on_progress)
         programs = replace(programs, kept_costs=kept.read() if kept is not None else {})
         runner = job.kind.runner(job, programs, memory)
     deferred = SecondProgram(plan, job.on_progress) if plan.later is not None else None
     return Loaded(runner, programs, job.config, "compiled", deferred, kept_costs=kept)
 
 
-@contextmanager
-def _proving(plan: CompilePlan[V, S]) -> Iterator[Future[object]]:
-    """Run the proof of a plan on a thread of its own beside a block: the compiler uses one core."""
-    with ThreadPool(1, "staticllm-proof") as thread:
-        yield thread.submit(plan.proof or (lambda: None))
+def _compiled(plan: CompilePlan[V, S], on_progress: OnProgress) -> CompiledPrograms[V, S]:
+    """Compile, and prove beside it what is left to prove: the compiler uses one core. Raises ``_DifferentError``."""
+    if plan.proof is None:
+        return compile_all(plan, on_progress)
+    with beside(plan.proof) as proof:
+        try:
+            programs = compile_all(plan, on_progress)
+        except Exception:
+            _check(proof)  # a form that computes something else need not compile
+            raise
+        _check(proof)
+    return programs
+
+
+def _check(proof: Callable[[], object]) -> None:
+    reason = None
+    try:
+        proof()
+    except UnsupportedModelError as error:
+        reason = error.with_traceback(None)  # which would keep the plan in memory
+    if reason is not None:
+        raise _DifferentError(reason) from None
 
 
 def _compile_staged(

@@ -30,6 +30,10 @@ from .conversations import AnswerFormat, AnswerParser
 from .inputs import Form, Inputs, Messages, TokenInputs, check_ids, texts_of, token_ids
 from .tokenizer_tools import TokenizerTools
 
+ROOM = 128
+"""Tokens of the answer, or a quarter of the longest sequence, for which a prompt that is shortened leaves room, if no lengths are
+given."""
+
 
 class InputProcessor:
     """Tokenizes prompts and merges options with the default generation config. Runs on the caller's thread."""
@@ -154,7 +158,8 @@ class InputProcessor:
         """
         encoded = time.perf_counter()
         options = call.options
-        ids = shorten(prompt.ids, config.max_prompt_len, call.overflow)
+        room = min(ROOM, config.max_seq_len // 4) if config.min_response_len == 1 else 1
+        ids = shorten(prompt.ids, min(config.max_prompt_len, config.max_seq_len - room), call.overflow)
         check_ids(ids, vocab_size, config.max_prompt_len, call.is_chat)
         max_new_tokens = options.max_tokens_after(len(ids), config.max_seq_len if call.overflow == "stop" else None)
         _check_tokens(options, vocab_size)

@@ -17,7 +17,7 @@ from staticllm.cli.pulling import pulled
 from staticllm.cli.server_client import SERVER_VARIABLE, ServerClient, api_key_option, server_option
 from staticllm.cli.servers import list_served
 from staticllm.cli.terminal import cell
-from staticllm.errors import ConfigError, ModelError
+from staticllm.errors import ConfigError, ModelError, quoted
 from staticllm.model_paths.arguments import expanded
 from staticllm.model_paths.hub_names import HubName, parse_hub_name
 from staticllm.system.table import table
@@ -67,7 +67,9 @@ def pull_models(names: tuple[str, ...], as_json: bool) -> None:
     for text in names:
         name = parse_hub_name(text)
         if name is None:
-            raise ConfigError(f"{text!r} is no name of a model: write OWNER/NAME, or OWNER/NAME:QUANT for a GGUF file")
+            raise ConfigError(
+                f"{quoted(text)} is no name of a model: write OWNER/NAME, or OWNER/NAME:QUANT for a GGUF file"
+            )
         place = pulled(name)
         rows.append({"name": str(name), "path": str(place)})
         if not as_json:
@@ -119,7 +121,7 @@ def remove_models(names: tuple[str, ...], is_sure: bool, as_json: bool) -> None:
     for text in names:
         found = [model for model in known if _is_meant(text, model)]
         if not found:
-            raise ModelError(f"there is no model {text!r} to remove: staticllm list shows their names")
+            raise ModelError(f"there is no model {quoted(text)} to remove: staticllm list shows their names")
         chosen.update({model.name: model for model in found})
     models = list(chosen.values())
     size = f"{sum(model.num_bytes for model in models) / 1e6:.1f} MB"

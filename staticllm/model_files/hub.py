@@ -9,7 +9,7 @@ from pathlib import Path
 
 from staticllm.model_files.hub_files import DEFAULT_QUANT, chosen_gguf, is_gguf_model, quant_of
 from staticllm.model_paths.hub_names import HubName, parse_hub_name
-from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML, ModelPath, path_kind
+from staticllm.model_paths.path_kind import MODEL_XML, TOKENIZER_XML, ModelPath, name_in, path_kind
 from staticllm.model_paths.path_kinds import HUB_NAME, HUB_REVISIONS
 from staticllm.system.files import read_regular
 
@@ -27,7 +27,7 @@ def located(path: str | os.PathLike[str], needs_tokenizer: bool = False) -> Mode
     A name that is not in the cache keeps the kind ``HUB_NAME``, whose remedy is the command that brings it. No network is used.
     """
     found = path_kind(path, needs_tokenizer)
-    name = parse_hub_name(found.given or found.path.as_posix()) if found.kind is HUB_NAME else None
+    name = parse_hub_name(name_in(found.given or found.path)) if found.kind is HUB_NAME else None
     if name is None:
         return found
     snapshots = snapshots_of(name)

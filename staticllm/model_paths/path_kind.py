@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from staticllm.errors import MAX_SHOWN, quoted, shown
@@ -103,7 +103,7 @@ class ModelPath:
     def _filled(self, text: str) -> str:
         name = _resolved(self.directory).name or "model"
         return text.format(
-            model=for_shell(self.directory if self.kind.name != "missing" else self.typed),
+            model=for_shell(self.directory if self.kind.name != "missing" else name_in(self.given or self.path)),
             out=for_shell(f"{name}_openvino"),
             set=for_shell(self.directory),
             task=self.task,
@@ -126,7 +126,7 @@ def path_kind(path: str | os.PathLike[str], needs_tokenizer: bool = False) -> Mo
     if _is(Path.is_file, given):
         return replace(_of_file(given, needs_tokenizer), given=typed)
     if not _is(Path.is_dir, given):
-        return ModelPath(given, given, _kind_of_name(typed or given.as_posix()), given=typed)
+        return ModelPath(given, given, _kind_of_name(given, name_in(typed or given)), given=typed)
     return replace(_of_folder(_Folder.read(given), given, needs_tokenizer), given=typed)
 
 
@@ -143,10 +143,15 @@ def _shown(path: str) -> str:
     return quoted(path) if len(path) <= MAX_SHOWN else shown(path)
 
 
-def _kind_of_name(typed: str) -> PathKind:
+def name_in(path: str | Path) -> str:
+    """Return the name on Hugging Face that a path may be: without ``./``, and slashes that name nothing."""
+    return (PurePosixPath(path) if isinstance(path, str) else path).as_posix()
+
+
+def _kind_of_name(path: Path, text: str) -> PathKind:
     """Return the kind of a path that does not exist: it may be a name on Hugging Face, unless its first folder exists."""
-    name = parse_hub_name(typed)
-    if name is None or (not name.is_prefixed and _is(Path.is_dir, Path(Path(typed).parts[0]))):
+    name = parse_hub_name(text)
+    if name is None or (not name.is_prefixed and _is(Path.is_dir, Path(path.parts[0]))):
         return kinds.MISSING
     return kinds.HUB_NAME if find_spec("huggingface_hub") is not None else kinds.HUB_NAME_ALONE
 

@@ -172,6 +172,27 @@ def attended_each(
         raise
 
 
+@contextmanager
+def beside(call: Callable[[], Result]) -> Iterator[Callable[[], Result]]:
+    """Run a long call while a block runs. What the block gets waits for the result, once, and can be left; so can the block.
+
+    Raises:
+        StaticLLMError: the system has no more threads.
+    """
+    running = _LongCall(call, lambda result: None)
+    running.start()
+
+    def result() -> Result:
+        while not running.wait(LOOK_SECONDS):
+            checkpoint()
+        return running.result()
+
+    try:
+        yield result
+    finally:
+        running.leave()
+
+
 def wait_for_left() -> None:
     """Wait until no call runs that was left: pipelines that are opened and closed in turn leave no more than one each.
 

@@ -170,10 +170,14 @@ def _write(path: Path, data: bytes) -> None:
     scratch.unlink(missing_ok=True)
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o600)
     try:
-        os.write(descriptor, data)
-    finally:
-        os.close(descriptor)
-    patiently(partial(scratch.replace, path))
+        try:
+            os.write(descriptor, data)
+        finally:
+            os.close(descriptor)
+        patiently(partial(scratch.replace, path))
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
 
 
 def note_stop(folder: Path) -> None:

@@ -225,6 +225,34 @@ def test_a_file_is_digested_once_until_it_changes(tmp_path, monkeypatch):
         digests_in(tmp_path).of(path)
 
 
+def test_a_new_cache_keeps_the_digests_of_its_first_start(zoo, tmp_path, monkeypatch):
+    runs = []
+    monkeypatch.setattr(measurements, "file_digest", lambda path: runs.append(path) or file_digest(path))
+    job = job_of(zoo / "llama", "CPU", StaticLLMConfig(cache_dir=str(tmp_path / "new" / "cache")))
+    first, second = (job.kind.fingerprint(job) for _ in range(2))
+    assert first == second
+    assert len(runs) == 2, "the graph and the weights, once"
+
+
+def test_probes_are_old_after_a_month_and_signed_apart(tmp_path):
+    probes_in(tmp_path, get_core(), "CPU").add("?", [0.5, 0.25])
+    probes_in(tmp_path, get_core(), "CPU", KEY).add("?", [0.125, 0.25])
+    assert probes_in(tmp_path, get_core(), "CPU").times("?", 2) == [0.5, 0.25]
+    assert probes_in(tmp_path, get_core(), "CPU", KEY).times("?", 2) == [0.125, 0.25]
+    old = time.time() - measurements.MAX_AGE_SECONDS - 60
+    for path in tmp_path.iterdir():
+        os.utime(path, (old, old))
+    assert probes_in(tmp_path, get_core(), "CPU").times("?", 2) is None
+
+
+def test_a_user_without_a_home_has_no_probes(zoo, monkeypatch):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(kind, "user_cache", no_home)
+    assert probes_of(job_of(zoo / "llama", "CPU", StaticLLMConfig())) is None
+
+
 def test_probes_are_kept_for_this_user_where_no_cache_is_given(zoo, tmp_path, monkeypatch):
     """A folder that cannot be made keeps them for the load alone."""
     monkeypatch.setattr(kind, "user_cache", lambda: tmp_path / "cache")

@@ -16,7 +16,9 @@ LENGTHS = ("--max-prompt-len", 128, "--min-response-len", 64)
 
 @pytest.fixture(scope="module")
 def measured():
-    printed = command_line.in_here("plan", demo_model_path(), "--measured", "--json", *LENGTHS).stdout
+    printed = command_line.in_here(
+        "plan", demo_model_path(), "--measured", "--json", "--programs", "phases", *LENGTHS
+    ).stdout
     return json.loads(printed)
 
 

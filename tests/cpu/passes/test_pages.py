@@ -1,6 +1,8 @@
 """Programs over pages: what they refuse, and that the proof finds graphs which compute other numbers than the model."""
 
 import sys
+import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -16,9 +18,11 @@ from staticllm.compiler_passes.lower import lower_paged
 from staticllm.compiler_passes.pass_pipeline import LoweringOptions
 from staticllm.compiler_passes.states.page_attention import page_attention
 from staticllm.devices import get_core
-from staticllm.errors import UnsupportedModelError
+from staticllm.errors import ClosedError, DeviceError, UnsupportedModelError
 from staticllm.kvcache.paged import PagedKVCache
 from staticllm.pipelines.diagnostics.costs import wait_for_costs
+from staticllm.pipelines.loading import load
+from staticllm.system.long_calls import unless
 
 OPTIONS = LoweringOptions(128)
 ALIBI, SCALE = 11, 9
@@ -156,6 +160,30 @@ def test_a_second_start_from_a_cache_proves_nothing_again(zoo, tmp_path, monkeyp
             kept.write_text(kept.read_text(encoding="utf-8").replace("true", "false"), encoding="utf-8")
         assert len(calls) == (1, 1, 2, 2)[turn]
     assert all(tokens == found[0] for tokens in found)
+
+
+def test_a_refuted_form_that_does_not_compile_is_refuted_first(zoo, monkeypatch):
+    monkeypatch.setattr("staticllm.compiler_passes.decoder.prove_pages", refuted)
+    compile_all = load.compile_all
+
+    def only_without_pages(plan, on_progress):
+        if plan.options.layout == "paged":
+            raise DeviceError("no memory")
+        return compile_all(plan, on_progress)
+
+    monkeypatch.setattr(load, "compile_all", only_without_pages)
+    with StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=64) as pipe:
+        assert not isinstance(pipe.engine.runner.cache, PagedKVCache)
+
+
+def test_a_load_does_not_wait_for_a_proof_that_is_not_wanted(zoo, monkeypatch):
+    may_end = threading.Event()
+    monkeypatch.setattr("staticllm.compiler_passes.decoder.prove_pages", lambda graph: may_end.wait(60))
+    begin = time.monotonic()
+    with pytest.raises(ClosedError), unless(lambda: time.monotonic() - begin > 0.5):
+        StaticLLMPipeline(zoo / "llama", "CPU", MAX_PROMPT_LEN=64)
+    assert time.monotonic() - begin < 30
+    may_end.set()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")

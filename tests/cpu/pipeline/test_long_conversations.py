@@ -35,6 +35,16 @@ def test_an_answer_after_a_shift_equals_that_of_the_remaining_tokens(zoo, prompt
         assert tokens[11:] == tokens_of(pipe, kept, 9)
 
 
+def test_without_lengths_a_prompt_that_is_shortened_leaves_room_for_an_answer(zoo):
+    with StaticLLMPipeline(zoo / "llama", "CPU", **EXACT) as pipe:
+        longest = pipe.config.max_seq_len
+        prompt = np.arange(longest + 50) % 900 + 8
+        result = pipe.generate(prompt, max_new_tokens=2, ignore_eos=True, overflow="context_shift")
+        assert result.perf_metrics.get_num_input_tokens() == longest - 128
+        result = pipe.generate(prompt[: longest - 1], max_new_tokens=2, ignore_eos=True)
+        assert len(result.tokens[0]) == 1, "the model has no more positions"
+
+
 def test_a_snapshot_survives_the_process(zoo, prompt_of, tmp_path):
     prompt, path = prompt_of(60), tmp_path / "chat.rows"
     with StaticLLMPipeline(zoo / "llama", "CPU", **SMALL) as pipe:

@@ -261,3 +261,12 @@ def test_files_beside_a_gguf_model_are_not_taken_for_models(tmp_path):
 def test_a_loop_of_links_is_a_missing_file(tmp_path):
     (tmp_path / "loop.gguf").symlink_to("loop.gguf")
     assert path_kind(tmp_path / "loop.gguf").problem.startswith("there is no file")
+
+
+@pytest.mark.parametrize("text", ["owner/model-7b/", "./owner/model-7b", "owner//model-7b", "hf.co/owner/model-7b/"])
+def test_a_name_may_have_slashes_that_name_nothing(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    problem = path_kind(text).problem
+    assert problem.startswith(f"no model directory at '{text}'")
+    assert problem.endswith("/model-7b")
+    assert "staticllm pull " in problem

@@ -206,3 +206,10 @@ def test_lengths_that_are_given_or_compiled_stay(own, changes):
 def test_given_slots_bound_a_sequence(own):
     config = own(free=10**11, kv_slots=2000, given=("kv_slots",))
     assert (config.max_seq_len, config.kv_slots) == (2000, 2000)
+
+
+def test_a_prompt_leaves_room_for_one_token_or_for_those_that_are_asked(own):
+    config = own(free=10**11)
+    assert (config.max_prompt_len, config.min_response_len) == (4095, 1)
+    config = own(free=10**11, min_response_len=500, given=("min_response_len",))
+    assert (config.max_prompt_len, config.min_response_len) == (3596, 500)

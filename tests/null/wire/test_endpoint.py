@@ -101,3 +101,10 @@ def test_a_file_that_somebody_holds_is_tried_again_on_windows_only(monkeypatch):
     with pytest.raises(PermissionError):
         held_files.patiently(change)
     assert len(tries) == 1
+
+
+def test_a_key_that_cannot_be_written_leaves_nothing(tmp_path):
+    (tmp_path / "key" / "folder").mkdir(parents=True)
+    with pytest.raises(OSError):
+        endpoint.make_key(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
