@@ -382,7 +382,7 @@ class ModelHub:
                 except Exception as error:
                     errors.append(error)
         await self._in_thread(self.engines.close)
-        self._thread.shutdown(wait=False)
+        self._thread.shutdown()  # its last call has returned: this waits for the end of the thread only
         if errors:
             raise errors[0]
 

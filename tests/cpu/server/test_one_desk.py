@@ -154,7 +154,7 @@ def test_clients_pay_for_the_device_time_of_their_texts_and_not_for_waiting(fold
             is_free, thread = hold(pipeline)
             answer = pool.submit(client.embeddings.create, model="tiny", input=TEXTS[:4])
             threading.Event().wait(0.8)
-            assert not answer.done()
+            assert overflow or not answer.done()  # the other device may have measured faster, and has them then
             is_free.set()
             thread.join()
             answer.result(SECONDS)
@@ -261,7 +261,11 @@ def test_the_end_of_the_server_leaves_no_thread(folder):
         served.stop()
         for each in texts:
             each.exception(SECONDS)  # a result, or the error of a server that stops
-    left = {thread.name for thread in threading.enumerate()} - before
+    for _ in range(SECONDS * 50):  # an idle thread of a pool ends a moment after the pool
+        left = {thread.name for thread in threading.enumerate()} - before
+        if not any(name.startswith("staticllm") for name in left):
+            break
+        threading.Event().wait(0.02)
     assert not [name for name in left if name.startswith("staticllm")], left
 
 
