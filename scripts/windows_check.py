@@ -66,6 +66,26 @@ import openvino_genai
 pipe = openvino_genai.LLMPipeline(sys.argv[1], "CPU")
 print("ANSWER", repr(str(pipe.generate("Once upon a time", max_new_tokens=8))), flush=True)
 """
+ENCODER = """
+import pathlib, sys
+sys.path.insert(0, sys.argv[1])
+from support.encoders.encoder_directories import a_directory
+folder = pathlib.Path(sys.argv[2])
+folder.mkdir()
+a_directory(folder)
+"""
+CLOSES = """
+import ctypes, sys
+kernel = ctypes.WinDLL("kernel32", use_last_error=True)
+base = ctypes.WinDLL("kernelbase")
+kernel.OpenProcess.restype = kernel.CreateRemoteThread.restype = ctypes.c_void_p
+kernel.CreateRemoteThread.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t] + [ctypes.c_void_p] * 2 + [ctypes.c_uint32, ctypes.c_void_p]
+process = kernel.OpenProcess(0x1F0FFF, 0, int(sys.argv[1]))
+routine = ctypes.cast(base.CtrlRoutine, ctypes.c_void_p)
+event = ctypes.c_void_p(2)  # CTRL_CLOSE_EVENT
+assert kernel.CreateRemoteThread(process, None, 0, routine, event, 0, None), ctypes.get_last_error()
+"""
+"""Closes the console window of a process as Windows does: by a thread of the process. Windows of Wine's consoles say nothing."""
 PLACES = """
 import os, pathlib, shutil, sys
 from staticllm import StaticLLMPipeline, demo_model_path
@@ -89,11 +109,8 @@ for name, place in places.items():
         assert answers(str(place), CACHE_DIR=str(place.parent / "cache")) == wanted, name
     print("PLACE", name)
 place = places["letters and blanks"]
-unc = "\\\\\\\\localhost\\\\" + place.drive[0] + "$" + str(place)[2:]
+unc = sys.argv[2] + str(place)[len(str(home)):]
 for name, text in {"slashes": place.as_posix(), "UNC": unc, "other case": str(place).upper()}.items():
-    if name == "UNC" and not pathlib.Path(text).is_dir():
-        print("PLACE UNC is left out: this system has no share")
-        continue
     assert answers(text) == wanted, name
     print("PLACE", name)
 for text in (str(home / "no" / "model"), "owner/name", "C:\\\\no\\\\model.gguf"):
@@ -173,7 +190,10 @@ def verify(context: Context) -> str:
     for name in VERIFIED:
         context.ask("-m", "staticllm", "verify", windows_path(ZOO / name))
     context.ask("-m", "staticllm", "doctor")
-    return ", ".join(VERIFIED)
+    encoder = context.home / "encoder"
+    _here("-c", ENCODER, str(ROOT / "tests"), str(encoder))
+    context.ask("-m", "staticllm", "verify", windows_path(encoder))
+    return ", ".join((*VERIFIED, "an encoder"))
 
 
 def tokens(context: Context) -> str:
@@ -329,6 +349,29 @@ def serve(context: Context) -> str:
         server.communicate()
 
 
+def closing(context: Context) -> str:
+    """A server whose console window is closed while it answers ends as by Ctrl-C, and removes its ready file."""
+    ready = context.home / "closing.json"
+    arguments = ("-m", "staticllm", "serve", "--port", "0", "--ready-file", windows_path(ready))
+    server = context.windows.start(*arguments, cwd=context.home)
+    try:
+        url = _url_of(ready, server.poll)
+        pid = json.loads(ready.read_text(encoding="utf-8"))["pid"]
+        body = {"model": _get(f"{url}/v1/models")["data"][0]["id"], "messages": [{"role": "user", "content": QUESTION}]}
+        with _post(f"{url}/v1/chat/completions", {**body, "max_tokens": 1500, "stream": True}) as stream:
+            stream.readline()
+            begin = time.monotonic()
+            context.ask("-c", CLOSES, str(pid))
+            lines = [line for line in stream if line.strip()]
+        code = server.wait(30)
+        if code or ready.exists():
+            raise CheckError(f"exit code {code}, its ready file {'is left' if ready.exists() else 'is gone'}")
+        return f"its stream ended after {len(lines)} events, exit code 0, all in {time.monotonic() - begin:.1f} s"
+    finally:
+        server.kill()
+        server.communicate()
+
+
 def daemon(context: Context) -> str:
     """Two programs share a daemon; one is killed while it generates, the other goes on."""
     folder = {"STATICLLM_RUNTIME_DIR": windows_path(context.home / "run")}
@@ -371,7 +414,9 @@ def attach(context: Context) -> str:
 
 
 def places(context: Context) -> str:
-    said = context.ask("-c", PLACES, windows_path(context.home / "places"))
+    home = context.home / "places"
+    with context.windows.shared("staticllm-check", home) as share:
+        said = context.ask("-c", PLACES, windows_path(home), share)
     return "; ".join(line.partition(" ")[2] for line in said.splitlines() if line.startswith("PLACE"))
 
 
@@ -432,7 +477,7 @@ def _processes_of(name: str) -> list[str]:
 
 
 STEPS: tuple[Callable[[Context], str], ...] = (
-    *(answer, verify, tokens, blobs, npu, names, refusals, serve, daemon, attach, places),
+    *(answer, verify, tokens, blobs, npu, names, refusals, serve, closing, daemon, attach, places),
     tests,
 )
 EXTRA: tuple[Callable[[Context], str], ...] = (app,)

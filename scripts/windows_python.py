@@ -10,6 +10,7 @@ C++ runtime, which is taken from PyPI's ``msvc-runtime``.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -21,7 +22,7 @@ import threading
 import time
 import venv
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -56,6 +57,7 @@ if "{NO_LINKS}" in os.environ:
 """
 CALL_SECONDS = 600
 LOADERS = ("wine64", "/usr/lib/wine/wine64", "wine")
+SERVERS = ("wineserver", "/usr/lib/wine/wineserver", "/usr/lib/wine/wineserver64")
 COMPILER = "x86_64-w64-mingw32-gcc"
 PACKAGES = ("wine64", "gcc-mingw-w64-x86-64")
 
@@ -160,12 +162,27 @@ class WindowsPython:
         out, err = (b"".join(parts).decode("utf-8", "replace").replace("\r\n", "\n") for parts in texts)
         return subprocess.CompletedProcess(list(arguments), code, out, err)
 
+    @contextlib.contextmanager
+    def shared(self, name: str, folder: Path) -> Iterator[str]:
+        """Let a folder of this machine be a share while a block runs; yield how Windows names it: ``\\\\SERVER\\SHARE``."""
+        link = self.folder / "prefix" / "dosdevices" / "unc" / "server" / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(folder)
+        try:
+            yield rf"\\server\{name}"
+        finally:
+            link.unlink()
+
     def close(self) -> None:
-        """End all programs that still run in this Wine."""
-        subprocess.run(
-            [str(_loader()), "wineboot", "-k"], env=self.environment(), stdin=subprocess.DEVNULL, check=False,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60,
-        )  # fmt: skip
+        """End all programs that still run in this Wine, and its server, so that the next one asks for its display anew."""
+        server = next((found for name in SERVERS if (found := shutil.which(name))), None)
+        commands = [[str(_loader()), "wineboot", "-k"]] + ([[server, "-k"], [server, "-w"]] if server else [])
+        for command in commands:
+            subprocess.run(
+                command, env=self.environment(), stdin=subprocess.DEVNULL, check=False, stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, timeout=60,
+            )  # fmt: skip
 
 
 def _copy(source: IO[bytes], into: list[bytes], shown: IO[bytes] | None) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from staticllm.cli.signals import ended_while_importing
+from staticllm.cli.signals import end_with_console, ended_while_importing
 from staticllm.errors import StaticLLMError, missing_runtime
 
 _SECTIONS = {
@@ -173,6 +173,7 @@ def main() -> None:
             )  # to a file or a program, which expect UTF-8
             stream.reconfigure(encoding="utf-8" if is_redirected else None, errors="replace")
     warnings.showwarning = _show_warning
+    end_with_console()
     try:
         cli(standalone_mode=True)
     except KeyboardInterrupt:  # a second Ctrl-C while click handles the first

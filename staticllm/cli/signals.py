@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+CLOSE, LOGOFF, SHUTDOWN = 2, 5, 6
+"""Events of a console on Windows (CTRL_CLOSE_EVENT and others). A process ends as soon as it has handled one, or 5 s later."""
+CONSOLE_SECONDS = 30.0
+"""How long such an event is held back: longer than Windows waits."""
 
 
 @contextmanager
@@ -58,3 +66,27 @@ def ended_while_importing() -> Iterator[None]:
 def _leave(number: int, frame: FrameType | None) -> None:
     os.write(2, os.linesep.encode())
     os._exit(128 + number)
+
+
+def end_with_console() -> None:
+    """On Windows, let a process whose console window is closed end as by Ctrl-C, with the seconds that Windows gives it.
+
+    Else it would be ended at once: a server would leave its ready file, requests would get no answer. The same at a log-off and
+    a shutdown. Elsewhere SIGHUP says so, and nothing is done here.
+    """
+    if sys.platform == "win32":
+        global _handler
+        _handler = ctypes.WINFUNCTYPE(ctypes.c_int, ctypes.c_uint32)(on_console_event)
+        ctypes.WinDLL("kernel32").SetConsoleCtrlHandler(_handler, True)
+
+
+_handler: object = None  # the system keeps its address only
+
+
+def on_console_event(event: int) -> int:
+    """Handle an event of the console, on a thread of the system. Returns whether it was handled."""
+    if event not in (CLOSE, LOGOFF, SHUTDOWN):
+        return False
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(CONSOLE_SECONDS)  # the process ends meanwhile
+    return True

@@ -12,7 +12,8 @@ import threading
 
 import pytest
 
-from staticllm.cli.signals import ENDING, unwound_at_signals
+from staticllm.cli import signals
+from staticllm.cli.signals import CLOSE, ENDING, LOGOFF, SHUTDOWN, on_console_event, unwound_at_signals
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="it has no signals")
 COMMAND = """
@@ -53,3 +54,24 @@ def test_another_thread_changes_nothing():
     thread.start()
     thread.join(30)
     assert found == [before]
+
+
+@pytest.mark.parametrize("event", [CLOSE, LOGOFF, SHUTDOWN])
+def test_the_end_of_a_console_is_ctrl_c_and_is_held_back_meanwhile(event, monkeypatch):
+    monkeypatch.setattr(signals, "CONSOLE_SECONDS", 0.2)
+    order = []
+
+    def close():
+        order.append(bool(on_console_event(event)))
+
+    thread = threading.Thread(target=close)  # the system has one for it
+    with pytest.raises(KeyboardInterrupt):
+        thread.start()
+        threading.Event().wait(30)
+    assert order == [], "the process would have been ended by now"
+    thread.join(30)
+    assert order == [True]
+
+
+def test_other_events_of_a_console_are_left_to_python():
+    assert not any(on_console_event(event) for event in (0, 1))  # Ctrl-C and Ctrl-Break
