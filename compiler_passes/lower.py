@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import openvino as ov
 
@@ -24,6 +25,10 @@ from .pass_pipeline import (
     run_variant_passes,
 )
 from .shapes.fix_shapes import bound_shapes, fix_shapes
+
+Proof = Literal["before compiling", "beside compiling", "known", "failed"]
+"""When the first layers of a graph in pages are compared with those of the original; of ``known`` and ``failed`` the result is
+there."""
 
 
 @dataclass(frozen=True)
@@ -70,22 +75,24 @@ def lower(
     return LoweredModel(graph, _shape_of(graph), reports, passes.variant_passes)
 
 
-def lower_paged(model: ov.Model, options: LoweringOptions, is_proven: bool = True) -> LoweredModel:
+def lower_paged(model: ov.Model, options: LoweringOptions, proof: Proof = "before compiling") -> LoweredModel:
     """Lower a copy of a model to a program over pages of KV slots.
 
     Args:
-        is_proven: Whether the result is compared with the model before it is returned; else its ``proof`` does that.
+        proof: When the result is compared with the model: now, by the ``proof`` of what is returned, or not again.
 
     Raises:
         UnsupportedModelError: it is not taken, or its numbers differ from the model's.
     """
     graph = PagedGraph(model.clone(), original=model)
     reports = PAGED.run(graph, options)
-    proof = partial(PAGED_PROOFS.run, PagedGraph(graph.model.clone(), original=model), options)
-    if is_proven:
-        reports += proof()
+    prove: Callable[[], tuple[PassReport, ...]] | None = None
+    if proof == "before compiling":
+        reports += PAGED_PROOFS.run(PagedGraph(graph.model.clone(), original=model), options)
+    elif proof == "beside compiling":
+        prove = partial(PAGED_PROOFS.run, PagedGraph(graph.model.clone(), original=model), options)
     reports += (with_adapters(PAGED_FORMS) if options.adapters else PAGED_FORMS).run(graph, options)
-    return LoweredModel(graph, _shape_of(graph), reports, proof=None if is_proven else proof)
+    return LoweredModel(graph, _shape_of(graph), reports, proof=prove)
 
 
 def _shape_of(graph: StepGraph) -> ModelShape:

@@ -305,7 +305,7 @@ def _paged_plan(job: DecoderJob, opened: OpenedModel, options: LoweringOptions) 
         if found is None:
             raise UnsupportedModelError("page_attention", "slots in pages have the type in which attention computes")
         options = replace(options, kv_type=found.kv_type, narrows_attention=found.narrows_attention)
-        lowered = lower_paged(opened.model, options, is_proven=job.proof == "before compiling")
+        lowered = lower_paged(opened.model, options, job.proof)
     except UnsupportedModelError as error:
         if config.programs == "paged":
             raise
@@ -313,8 +313,7 @@ def _paged_plan(job: DecoderJob, opened: OpenedModel, options: LoweringOptions) 
         return None
     variants = choose_variants(config, "shared", lowered.shape, "paged")
     compiled = CompileOptions(job.device, "paged", found.kv_type, found.properties)
-    proof = lowered.proof if job.proof == "beside compiling" else None
-    return DecoderPlan(lowered, compiled, variants, opened.weights, proof=proof)
+    return DecoderPlan(lowered, compiled, variants, opened.weights, proof=lowered.proof)
 
 
 def _paged_properties(job: DecoderJob, model: ov.Model) -> PagedProperties | None:

@@ -46,6 +46,7 @@ from ...compiler_passes.compiling.compile import CompiledPrograms, CompileOption
 from ...compiler_passes.compiling.device_memory import device_allocator
 from ...compiler_passes.compiling.keep_small_constants import keep_small_constants
 from ...compiler_passes.compiling.layout import fixed_layout, phase_properties
+from ...compiler_passes.lower import Proof
 from ..costs.model import CostModel
 from .background import DeferredPrograms
 from .npu_target import NPUTarget
@@ -260,7 +261,6 @@ class LoadJob(Generic[K_co]):
     has_blobs: bool = False
     """Whether its programs will be exported."""
     proof: Proof = "before compiling"
-    """When the first layers of a graph in pages are compared with those of the original."""
 
     @property
     def weights(self) -> Path:
@@ -284,7 +284,6 @@ class LoadJob(Generic[K_co]):
 
 Job: TypeAlias = LoadJob[ProgramKind[V, S, R]]
 
-Proof = Literal["before compiling", "beside compiling", "known", "failed"]
 ProgramsFrom = Literal["compiled", "blob", "cache"]
 """Where a loaded model's programs come from."""
 

@@ -116,13 +116,14 @@ def test_attention_is_narrowed_to_bf16_and_its_results_are_not(zoo):
 
 def test_the_proof_can_be_had_later(zoo):
     """The forms that follow do not change what it reads."""
-    lowered = lower_paged(read(zoo / "llama"), OPTIONS, is_proven=False)
+    lowered = lower_paged(read(zoo / "llama"), OPTIONS, "beside compiling")
     assert [report.name for report in lowered.reports] == [entry.name for entry in (*PAGED.passes, *PAGED_FORMS.passes)]
     assert lowered.proof is not None
     first, second = lowered.proof()
     assert (first.name, second.name) == ("prove_rows", "prove_pages")
     assert "are within" in second.notes[0]
-    assert lower_paged(read(zoo / "llama"), OPTIONS).proof is None
+    for other in ("before compiling", "known"):
+        assert lower_paged(read(zoo / "llama"), OPTIONS, other).proof is None
 
 
 def refuted(graph):
