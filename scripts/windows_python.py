@@ -37,8 +37,10 @@ MORE = (
     "msvc-runtime>=14.36,<15",
     "pywin32-ctypes>=0.2,<1",
     "pefile>=2024.8.26,<2026",
+    "pip>=25,<27",
 )
-"""Packages beside those of the tests. The last two and colorama are those that others need on Windows only."""
+"""Packages beside those of the tests. colorama, pywin32-ctypes and pefile are those that others need on Windows
+only; launchers of pip make programs of scripts in tests."""
 PRNG = """#include <windows.h>
 #include <ntsecapi.h>
 __declspec(dllexport) BOOL WINAPI ProcessPrng(PBYTE data, SIZE_T size) { return RtlGenRandom(data, (ULONG)size); }

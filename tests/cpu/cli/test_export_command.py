@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
@@ -51,7 +50,6 @@ def test_each_mistake_is_one_line(arguments, code, words, source, tmp_path):
     assert not (tmp_path / "cache").exists(), "nothing is made unasked"
 
 
-@pytest.mark.skipif(os.name == "nt", reason="the interpreter is a script")
 def test_an_export_says_what_it_wrote(source, tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(stub_python(tmp_path, writes())))
     found = in_here("export", source, tmp_path / "out", "--device", "cpu")
@@ -60,7 +58,6 @@ def test_an_export_says_what_it_wrote(source, tmp_path, monkeypatch):
     assert found.stderr == f"working\ntry it: staticllm run {tmp_path / 'out'}\n"
 
 
-@pytest.mark.skipif(os.name == "nt", reason="the interpreter is a script")
 def test_setup_makes_the_environment_that_later_exports_use(source, tmp_path, monkeypatch):
     stub = tmp_path / "stub"
     stub.mkdir()

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from types import SimpleNamespace
 
 import pytest
-from support.export.stub_python import calls_of, right_versions, stub_python
+from support.export.stub_python import NAME, calls_of, has_ended, right_versions, stub_python
 
 from staticllm.errors import ConfigError, ModelError
 from staticllm.export import environment
-from staticllm.export.environment import MARKER, ask, check_python, default_folder, find_environment, set_up
+from staticllm.export.environment import MARKER, ask, check_python, default_folder, find_environment, python_in, set_up
 from staticllm.export.packages import installations
 from staticllm.system.file_lock import acquire
-
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="the interpreters of these tests are scripts")
 
 
 @pytest.fixture
@@ -76,8 +73,8 @@ def test_a_failure_of_pip_is_one_line_and_leaves_nothing(said, words, place):
 
 def test_what_a_killed_process_left_is_made_anew(place):
     folder = default_folder()
-    (folder / "bin").mkdir(parents=True)
-    (folder / "bin" / "python").write_text("half")
+    python_in(folder).parent.mkdir(parents=True)
+    python_in(folder).write_text("half")
     (folder / "rest").write_text("")
     assert find_environment() is None, "without the mark it is not whole"
     set_up()
@@ -96,8 +93,7 @@ def test_an_interruption_leaves_nothing(place):
 
 
 def test_what_a_killed_pip_leaves_in_temporary_folders_is_removed(place, tmp_path, monkeypatch):
-    stub = place / "python"
-    stub.write_text(stub.read_text().replace("time.sleep(0)", "time.sleep(600)"))
+    stub_python(place, pip_seconds=600)
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -146,12 +142,12 @@ def test_an_interpreter_is_checked(tmp_path):
     check_python(stub_python(tmp_path))
     stub_python(tmp_path, versions={**right_versions(), "torch": "1.0", "nncf": None})
     with pytest.raises(ConfigError, match=r"torch is 1\.0, torch>=2\.13,<3 is needed, and 1 more: install it there"):
-        check_python(tmp_path / "python")
+        check_python(tmp_path / NAME)
 
 
 @pytest.mark.parametrize("text", ["no program", "#!/bin/sh\nexit 3\n", "#!/bin/sh\necho hello\n"])
 def test_what_is_no_python_is_one_line(text, tmp_path):
-    path = tmp_path / "python"
+    path = tmp_path / NAME
     path.write_text(text)
     path.chmod(0o755)
     with pytest.raises(ConfigError, match="is no Python that can export") as error:
@@ -160,7 +156,7 @@ def test_what_is_no_python_is_one_line(text, tmp_path):
 
 
 def test_a_missing_interpreter_is_one_line(tmp_path):
-    with pytest.raises(ConfigError, match="it cannot be started: No such file"):
+    with pytest.raises(ConfigError, match=r"it cannot be started: \w"):
         check_python(tmp_path / "none")
 
 
@@ -168,8 +164,7 @@ def test_a_tool_that_hangs_is_ended(tmp_path):
     python = stub_python(tmp_path, work="time.sleep(600)")
     with pytest.raises(ModelError, match="did not end in 1 s"):
         ask(python, {"do": "export"}, 1.0)
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert has_ended(int((tmp_path / "pid").read_text()))
 
 
 def test_a_frozen_application_says_what_helps(place, monkeypatch):
