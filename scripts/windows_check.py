@@ -80,7 +80,8 @@ import ctypes, sys
 kernel = ctypes.WinDLL("kernel32", use_last_error=True)
 base = ctypes.WinDLL("kernelbase")
 kernel.OpenProcess.restype = kernel.CreateRemoteThread.restype = ctypes.c_void_p
-kernel.CreateRemoteThread.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_size_t] + [ctypes.c_void_p] * 2 + [ctypes.c_uint32, ctypes.c_void_p]
+pointer = ctypes.c_void_p
+kernel.CreateRemoteThread.argtypes = (pointer, pointer, ctypes.c_size_t, pointer, pointer, ctypes.c_uint32, pointer)
 process = kernel.OpenProcess(0x1F0FFF, 0, int(sys.argv[1]))
 routine = ctypes.cast(base.CtrlRoutine, ctypes.c_void_p)
 event = ctypes.c_void_p(2)  # CTRL_CLOSE_EVENT

@@ -75,12 +75,11 @@ def end_with_console() -> None:
     a shutdown. Elsewhere SIGHUP says so, and nothing is done here.
     """
     if sys.platform == "win32":
-        global _handler
-        _handler = ctypes.WINFUNCTYPE(ctypes.c_int, ctypes.c_uint32)(on_console_event)
-        ctypes.WinDLL("kernel32").SetConsoleCtrlHandler(_handler, True)
+        _handlers.append(ctypes.WINFUNCTYPE(ctypes.c_int, ctypes.c_uint32)(on_console_event))
+        ctypes.WinDLL("kernel32").SetConsoleCtrlHandler(_handlers[-1], True)
 
 
-_handler: object = None  # the system keeps its address only
+_handlers: list[object] = []  # the system keeps their addresses only
 
 
 def on_console_event(event: int) -> int:
