@@ -59,7 +59,6 @@ if "{NO_LINKS}" in os.environ:
 """
 CALL_SECONDS = 600
 LOADERS = ("wine64", "/usr/lib/wine/wine64", "wine")
-SERVERS = ("wineserver", "/usr/lib/wine/wineserver", "/usr/lib/wine/wineserver64")
 COMPILER = "x86_64-w64-mingw32-gcc"
 PACKAGES = ("wine64", "gcc-mingw-w64-x86-64")
 
@@ -177,14 +176,11 @@ class WindowsPython:
             link.unlink()
 
     def close(self) -> None:
-        """End all programs that still run in this Wine, and its server, so that the next one asks for its display anew."""
-        server = next((found for name in SERVERS if (found := shutil.which(name))), None)
-        commands = [[str(_loader()), "wineboot", "-k"]] + ([[server, "-k"], [server, "-w"]] if server else [])
-        for command in commands:
-            subprocess.run(
-                command, env=self.environment(), stdin=subprocess.DEVNULL, check=False, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, timeout=60,
-            )  # fmt: skip
+        """End all programs that still run in this Wine."""
+        subprocess.run(
+            [str(_loader()), "wineboot", "-k"], env=self.environment(), stdin=subprocess.DEVNULL, check=False,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=60,
+        )  # fmt: skip
 
 
 def _copy(source: IO[bytes], into: list[bytes], shown: IO[bytes] | None) -> None:

@@ -261,6 +261,7 @@ class LoadJob(Generic[K_co]):
     has_blobs: bool = False
     """Whether its programs will be exported."""
     proof: Proof = "before compiling"
+    """When the first layers of a graph in pages are compared with those of the original."""
 
     @property
     def weights(self) -> Path:

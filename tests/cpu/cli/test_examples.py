@@ -192,7 +192,7 @@ def test_terminal_answers(model_dir: Path) -> None:
 
 @pytest.mark.slow
 def test_terminal_starts_a_new_conversation_when_it_is_too_long(model_dir: Path) -> None:
-    done = run_terminal(str(model_dir), stdin="x " * 2000 + "\nhello\n")
+    done = run_terminal(str(model_dir), stdin="x " * 4000 + "\nhello\n")
     assert done.returncode == 0, done.stderr
     assert "MAX_PROMPT_LEN" in done.stdout
     assert len(done.stdout.split("\nYou: ")[2]) > 20, done.stdout
@@ -365,7 +365,7 @@ def test_wrong_directory_is_shown(open_window: Callable[[Path | str], Driver], t
 
 
 def test_too_long_message_is_shown_and_the_chat_goes_on(driver: Driver) -> None:
-    driver.send("x " * 2000)
+    driver.send("x " * 4000)
     driver.wait_until_ready()
     assert "MAX_PROMPT_LEN" in driver.text
     driver.send("hello")

@@ -108,7 +108,7 @@ def test_a_model_that_exists_is_not_a_prompt_of_the_demo_model(chat, monkeypatch
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["run", "./none"], 1, "no model directory at 'none': check the path; if it is a prompt, pipe it"),
+        (["run", "./none"], 1, "no model directory at './none': check the path; if it is a prompt, pipe it"),
         (["run", "none/model"], 1, "staticllm pull none/model"),
         (["run", "chat.gguf", "hi"], 1, "there is no file 'chat.gguf': check the path"),
         (
@@ -125,11 +125,11 @@ def test_a_model_that_exists_is_not_a_prompt_of_the_demo_model(chat, monkeypatch
         (["run", "-m", "my_model", "my_model", "hi"], 2, "the model is given twice"),
         (["run", "my_model"], 1, "standard input is empty, and there is no PROMPT"),
         (["embed", "a text"], 1, "no model directory at 'a text': check the path; the model comes before the texts"),
-        (["embed", "./none", "a text"], 1, "no model directory at 'none': check the path\n"),
+        (["embed", "./none", "a text"], 1, "no model directory at './none': check the path\n"),
         (["embed", "my_model", "my_model/config.json"], 2, "is a file: give its lines with --file"),
         (["embed", "-m", "my_model", "my_model", "text"], 2, "the model is given twice"),
         (["rerank", "my_model", "my_model", "--query", "q"], 2, "the model is given twice"),
-        (["serve", "chat=./none"], 1, "no model directory at 'none': check the path"),
+        (["serve", "chat=./none"], 1, "no model directory at './none': check the path"),
     ],
 )
 def test_mistakes_in_arguments_get_one_line(arguments, code, words, staticllm):

@@ -13,6 +13,7 @@ from support.models.echo_model import CALL, asking, load_echo
 from support.server.served import serving
 
 from staticllm.pipelines.generation.options.table import UNLIMITED
+from staticllm.pipelines.text.input_processor import ROOM
 from staticllm.server.models.served import model_spec
 from staticllm.server.ollama.fields import seconds_of
 
@@ -159,7 +160,8 @@ def test_the_log_says_what_is_cut_or_ignored(caplog):
             )
         lines = [record.getMessage() for record in caplog.records]
         assert len(lines) == 2
-        assert all(f"{config.max_prompt_len} tokens are read" in line and "fox" not in line for line in lines)
+        kept = config.max_seq_len - ROOM  # which leaves room for an answer
+        assert all(f"{kept} tokens are read" in line and "fox" not in line for line in lines)
 
 
 def test_models_are_listed_with_a_tag_and_known_with_and_without_it(served, post):
