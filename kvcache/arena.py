@@ -130,7 +130,7 @@ class Arena:
         Pages of a mapping are given back, and are zero when they are read again; filling them would bring all into memory.
         """
         for memory, storage in zip(self._memory, self._storage, strict=True):
-            if not _give_back(memory):
+            if not give_back(memory, 0, storage.nbytes):
                 storage.fill(0)
 
     def release(self) -> None:
@@ -143,12 +143,19 @@ class Arena:
         return [_view(storage, group, stride) for storage, group in zip(self._storage, self.groups, strict=True)]
 
 
-def _give_back(memory: mmap.mmap | None) -> bool:
-    """Give the pages of a mapping back, so that they are zero. Return False if there is no mapping, or it cannot."""
+def give_back(memory: mmap.mmap | None, start: int, end: int) -> bool:
+    """Give the pages between two bytes of a mapping, ``end`` not included, back to the system; they read as zeros.
+
+    A page of which a part lies outside stays. Return False if there is no mapping, or it cannot.
+    """
     if memory is None:
         return False
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = end if end == len(memory) else end // mmap.PAGESIZE * mmap.PAGESIZE
+    if first >= last:
+        return True
     try:
-        memory.madvise(mmap.MADV_DONTNEED)
+        memory.madvise(mmap.MADV_DONTNEED, first, last - first)
     except (OSError, AttributeError):
         return False
     return True

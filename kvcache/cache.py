@@ -72,13 +72,18 @@ class KVCache:
         """The page that no sequence has, for calls without a request. Only slots in pages have one."""
         return 0
 
+    @property
+    def reads_idle_slots(self) -> bool:
+        """Whether a call reads slots of sequences that are not in it, so that idle ones cost time where they are."""
+        return True
+
     def transaction(self) -> Transaction:
         """A block in which slots change hands. If it raises, ``is_void`` is True until ``reset``."""
         return Transaction(self)
 
     def open(self, conditions: Conditions = PLAIN) -> KVSequence:
         """Return a new, empty sequence. No slot is zeroed: the mask hides stale ones."""
-        sequence = KVSequence(self.num_slots, conditions)
+        sequence = KVSequence(conditions)
         self._open.add(sequence)
         return sequence
 
@@ -188,6 +193,9 @@ class KVCache:
         for sequence in self._open:
             sequence.move(places)
         return True
+
+    def give_back(self) -> None:
+        """Let the system have the memory of free slots, where they lie together. No call may be in flight."""
 
     def kv_len_for(self, num_slots: int) -> int:
         """Return the smallest KV length of at least ``num_slots`` slots."""

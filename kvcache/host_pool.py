@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from .sequence import PLAIN, Conditions, common_prefix, may_share
+from .sequence import PLAIN, Conditions, KVSequence, common_prefix, may_share
 from .stored import StoredSequence
 
 _Key = tuple[Conditions, tuple[int, ...]]
@@ -25,16 +25,19 @@ class _Claim:
     conditions: Conditions
     keys: set[_Key] = field(default_factory=set)
 
-    def covers(self, stored: StoredSequence) -> bool:
+    def covers(self, kept: StoredSequence | KVSequence) -> bool:
         """Return whether a kept conversation is the session's, up to a last turn that was cut or tokenized differently."""
-        common = common_prefix(stored.ids, self.ids) if stored.conditions == self.conditions else 0
-        return 2 * common > len(self.ids)
+        needed = len(self.ids) // 2 + 1
+        if kept.conditions != self.conditions or not may_share(kept.tokens, self.ids, needed):
+            return False
+        return common_prefix(kept.tokens[:needed], self.ids[:needed]) == needed
 
 
 class HostPool:
     """Stores at most ``num_slots`` slots. Swapped requests stay until they are taken. The oldest conversations are dropped.
 
-    Those that a session has claimed are dropped after the others, as long as they have at most half of the slots.
+    Those that a session has claimed are dropped after the others, as long as they have at most half of the slots. Conversations
+    that stay in the arena count as if they were here, because both are memory of the host (``count_outside``).
 
     The recurrent states of one conversation count as ``state_slots`` slots. A conversation with such states can only be reused
     as a whole.
@@ -50,6 +53,7 @@ class HostPool:
         self._claims: OrderedDict[tuple[str, str], _Claim] = OrderedDict()  # by owner and session, the newest last
         self.num_swapped_slots = 0
         self.num_kept_slots = 0
+        self._num_outside = 0
 
     def claim(self, session: str, tokens: Sequence[int], conditions: Conditions = PLAIN, owner: str = "") -> None:
         """Drop the conversation that begins with ``tokens`` only after those that no session has claimed.
@@ -97,15 +101,7 @@ class HostPool:
         """
         if self._size(stored.tokens) > self.num_slots - self.num_swapped_slots:
             return False
-        same = [old for old in self._kept.values() if old.conditions == stored.conditions]
-        for old in same:
-            length = len(old.tokens)
-            if length and not may_share(old.tokens, stored.tokens, length):
-                continue
-            if common_prefix(old.ids, stored.ids) < length:
-                continue
-            if not self._state_slots or old.tokens == stored.tokens:
-                self._drop(_key(old))
+        self.drop_parts(stored)
         self._kept[_key(stored)] = stored
         for claim in self._claims.values():
             if claim.covers(stored):
@@ -113,6 +109,32 @@ class HostPool:
         self.num_kept_slots += self._size(stored.tokens)
         self._shrink()
         return True
+
+    def drop_parts(self, whole: StoredSequence | KVSequence) -> None:
+        """Drop kept conversations that are a prefix of ``whole``; only equal ones if conversations are reused as a whole."""
+        same = [old for old in self._kept.values() if old.conditions == whole.conditions]
+        for old in same:
+            length = len(old.tokens)
+            if length and not may_share(old.tokens, whole.tokens, length):
+                continue
+            if common_prefix(old.ids, whole.tokens[:length]) < length:
+                continue
+            if not self._state_slots or length == len(whole.tokens):
+                self._drop(_key(old))
+
+    def count_outside(self, num_slots: int) -> int:
+        """Let conversations have ``num_slots`` slots in the arena; the oldest here are dropped for them.
+
+        Return how many slots there are too many for all.
+        """
+        self._num_outside = num_slots
+        self._shrink()
+        return max(0, self._num_used - self.num_slots)
+
+    def first_to_leave(self, sequences: Sequence[KVSequence]) -> KVSequence:
+        """Return the first of ``sequences``, at least one, that no session has claimed within its share, else the first."""
+        claimed = self._claimed(sequences) if self._claims else set()
+        return next((each for each in sequences if _key(each) not in claimed), sequences[0])
 
     def longest(
         self, tokens: Sequence[int], is_whole: bool = False, conditions: Conditions = PLAIN
@@ -145,18 +167,23 @@ class HostPool:
         self._swapped.clear()
         self.num_kept_slots = 0
         self.num_swapped_slots = 0
+        self._num_outside = 0
+
+    @property
+    def _num_used(self) -> int:
+        return self.num_swapped_slots + self.num_kept_slots + self._num_outside
 
     def _shrink(self) -> None:
-        if self.num_swapped_slots + self.num_kept_slots <= self.num_slots:
+        if self._num_used <= self.num_slots:
             return
         claimed = self._claimed()
         for key in sorted(self._kept, key=lambda key: key in claimed):  # stable: the oldest first among equals
-            if self.num_swapped_slots + self.num_kept_slots <= self.num_slots:
+            if self._num_used <= self.num_slots:
                 return
             self._drop(key)
 
-    def _claimed(self) -> set[_Key]:
-        """Return the conversations that sessions have claimed, as many as fit into half of the slots.
+    def _claimed(self, outside: Sequence[KVSequence] = ()) -> set[_Key]:
+        """Return the conversations, here and ``outside``, that sessions have claimed, as many as fit into half of the slots.
 
         The newest claim of each owner comes first, then the second of each, the newest first among equals.
         """
@@ -169,7 +196,7 @@ class HostPool:
             ranks[owner] += 1
         for _, claim in sorted(ranked, key=lambda each: each[0]):
             claim.keys &= self._kept.keys()
-            for key in claim.keys - found:
+            for key in claim.keys.union(map(_key, filter(claim.covers, outside))) - found:
                 if self._size(key[1]) <= num_left:
                     num_left -= self._size(key[1])
                     found.add(key)
@@ -182,5 +209,5 @@ class HostPool:
         return len(tokens) + self._state_slots
 
 
-def _key(stored: StoredSequence) -> _Key:
-    return stored.conditions, stored.tokens
+def _key(kept: StoredSequence | KVSequence) -> _Key:
+    return kept.conditions, tuple(kept.tokens)

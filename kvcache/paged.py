@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from staticllm.core import KVState, ModelShape
 
-from .arena import Allocate, Arena, Array
+from .arena import Allocate, Arena, Array, give_back
 from .cache import KVCache
 from .groups import StateGroup, place_of
 from .sequence import KVSequence
@@ -54,6 +54,19 @@ class PagedArena(Arena):
         for view in self._views:
             view[(slice(None), slice(None), *self._places(slots))] = 0
 
+    def give_back(self, pages: Sequence[int]) -> None:
+        """Give the memory of ``pages``, ascending and free, back to the system, where the arena is a mapping of it.
+
+        They read as zeros afterwards.
+        """
+        runs = np.split(np.array(pages, np.intp), np.flatnonzero(np.diff(pages) > 1) + 1)
+        for memory, storage, group in zip(self._memory, self._storage, self.groups, strict=True):
+            size = group.heads * self.page_size * group.head_dim * storage.itemsize
+            for line in range(len(storage)):
+                for run in runs:
+                    start = line * storage.strides[0] + int(run[0]) * size
+                    give_back(memory, start, start + len(run) * size)
+
     def _places(self, slots: slice | Array) -> tuple[slice | Array, ...]:
         places = np.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
         return places // self.page_size, places % self.page_size
@@ -82,12 +95,19 @@ class PagedSlotAllocator(SlotAllocator):
         self._reserved = num_sequences * page_size
         self._in_page = np.zeros(num_pages, np.int32)  # slots in use
         self._free_pages = list(range(num_pages))  # a heap
+        self._written = np.zeros(num_pages, np.bool_)  # since they were taken from ``free_written_pages``
 
     @property
     def num_free(self) -> int:
         """The number of slots that may be allocated."""
         in_pages = len(self._free_pages) * self.page_size - self._reserved
         return max(0, min(self._most_used - self.num_used, in_pages))
+
+    def free_written_pages(self) -> list[int]:
+        """Return the free pages, ascending, that were in use since they were returned last."""
+        found = np.flatnonzero(self._written & (self._in_page == 0))
+        self._written[found] = False
+        return [int(page) for page in found]
 
     def extend(self, slots: Slots, count: int) -> tuple[Slots, Slots]:
         """Return the slots of ``count > 0`` more tokens of a sequence that has ``slots [n]``, each with one active holder.
@@ -118,7 +138,9 @@ class PagedSlotAllocator(SlotAllocator):
 
     def _take(self, slots: Slots) -> None:
         super()._take(slots)
-        np.add.at(self._in_page, slots // self.page_size, 1)
+        pages = slots // self.page_size
+        self._written[pages] = True
+        np.add.at(self._in_page, pages, 1)
 
     def _give_back(self, slots: Slots) -> None:
         super()._give_back(slots)
@@ -154,6 +176,11 @@ class PagedKVCache(KVCache):
         return self._num_pages
 
     @property
+    def reads_idle_slots(self) -> bool:
+        """False: a call reads the pages of its own sequences."""
+        return False
+
+    @property
     def num_past(self) -> int:
         """The number of slots that calls may read: those of sequences that go on."""
         return min(self.slots.num_active, self.num_slots)
@@ -166,6 +193,11 @@ class PagedKVCache(KVCache):
     def compact(self) -> bool:
         """Do nothing: no place is better than another."""
         return False
+
+    def give_back(self) -> None:
+        """As ``KVCache.give_back``: free pages that were used are memory of the system again."""
+        if pages := self._slots.free_written_pages():
+            self._arena.give_back(pages)
 
     def fill(self, step: Step, buffers: StepBuffers) -> None:
         """Write the inputs of a step, and allocate the slots of its rows."""

@@ -19,11 +19,13 @@ OFFLOAD_SLOTS = 256
 
 
 class PrefixCache:
-    """Finds prefixes in running sequences, in the last finished one (the *cached* one), and in conversations of the host pool.
+    """Finds prefixes in running sequences, in finished ones (the *cached* ones), and in conversations of the host pool.
 
-    The cached sequence stays in the arena, so that a single conversation is never copied. It is offloaded to the host pool when
-    other sequences need its slots, or when their calls need a larger KV length because of it. The copy is made while the device
-    runs or is idle, or immediately if the slots are needed now.
+    Cached sequences stay in the arena. Where calls read idle slots, only the last finished one is cached, so that a single
+    conversation is never copied; it is offloaded to the host pool when other sequences need its slots, or when their calls need
+    a larger KV length because of it. The copy is made while the device runs or is idle, or immediately if the slots are needed
+    now. Where calls read no idle slots, finished sequences stay until others need their slots, or until they and the host pool
+    are larger than this may be.
 
     Runs on the engine's thread.
     """
@@ -33,12 +35,12 @@ class PrefixCache:
         self._host_pool = host_pool
         self._is_enabled = is_enabled
         self._is_whole = bool(cache.states)  # a recurrent state covers all tokens: only whole sequences can be reused
-        self._cached: KVSequence | None = None
+        self._cached: list[KVSequence] = []  # the oldest first
         self._offloading: deque[SequenceCopy] = deque()
 
     @property
     def idle_slots(self) -> int:
-        """The number of slots that only the cached sequence and the sequences being offloaded hold."""
+        """The number of slots that only cached sequences and those being offloaded hold."""
         return self._cache.slots.count_only([sequence.slots for sequence in self.idle_sequences()])
 
     @property
@@ -47,7 +49,9 @@ class PrefixCache:
 
         0 where a call reads no idle slots.
         """
-        leaves = self._cached is None or self._can_leave(self._cached)
+        if not self._cache.reads_idle_slots:
+            return 0
+        leaves = all(map(self._can_leave, self._cached))
         sequences = self.idle_sequences() if leaves else [copy.sequence for copy in self._offloading]
         num_leaving = self._cache.slots.count_only([sequence.slots for sequence in sequences])
         return min(num_leaving, self._cache.num_past - self._cache.slots.num_active)
@@ -66,13 +70,28 @@ class PrefixCache:
             self._cache.close(sequence)
             return
         self._cache.mark_idle(sequence)
-        previous = self._cached
-        self._cached = sequence
-        is_part = previous is not None and _begins(sequence, previous)
-        if previous is not None and is_part and (not self._is_whole or len(previous) == len(sequence)):
-            self._cache.close(previous)
-        elif previous is not None:
-            self._offload(previous)
+        for part in [part for part in self._cached if _begins(sequence, part)]:
+            if not self._is_whole or len(part) == len(sequence):
+                self._cached.remove(part)
+                self._cache.close(part)
+        self._cached.append(sequence)
+        if self._cache.reads_idle_slots:
+            while len(self._cached) > 1:
+                self._offload(self._cached.pop(0))
+        else:
+            self._host_pool.drop_parts(sequence)
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Drop cached sequences until they and those of the host pool have no more slots than this may have."""
+        while self._count_outside() and len(self._cached) > 1:
+            oldest = self._host_pool.first_to_leave(self._cached)
+            self._cached.remove(oldest)
+            self._cache.close(oldest)
+
+    def _count_outside(self) -> int:
+        """Let cached sequences count with those of the host pool; return how many slots they have too many."""
+        return 0 if self._cache.reads_idle_slots else self._host_pool.count_outside(self.idle_slots)
 
     def attach(
         self, tokens: Sequence[int], running: Iterable[KVSequence], conditions: Conditions = PLAIN
@@ -90,33 +109,44 @@ class PrefixCache:
             return self._cache.open(conditions)
         if stored is not None and stored_length == max(length, stored_length):
             self._host_pool.touch(stored)
-        if stored is not None and stored_length > length and self._cache.slots.num_free > len(tokens):
-            return self._cache.bring_back(stored, stored_length)
+        if stored is not None and stored_length > length:
+            if not self._cache.reads_idle_slots:
+                self.offload_for(min(len(tokens) + 1, self._cache.num_slots))
+            if self._cache.slots.num_free > len(tokens):
+                return self._cache.bring_back(stored, stored_length)
+            longest, length = self._longest_in_arena(wanted, running, conditions)
         if longest is None or not length:
             return self._cache.open(conditions)
-        if longest is self._cached and len(longest) - length <= MAX_LOST and not self._is_whole:
-            self._cached = None
+        if longest in self._cached and len(longest) - length <= MAX_LOST and not self._is_whole:
+            self._cached.remove(longest)
             self._cache.mark_active(longest)
+            self._count_outside()
             self._cache.cut(longest, length)
             return longest
         return self._cache.fork(longest, length)
 
     def offload_for(self, num_slots: int = 0, num_followed: int = 0) -> None:
-        """Offload the cached sequence if it makes later calls larger, or if fewer than ``num_slots`` slots are free.
+        """Offload cached sequences that make later calls larger, or if fewer than ``num_slots`` slots are free.
 
         ``num_followed``: the slots that the next call fills for prompts of which another chunk follows. The cached sequence can
         leave while that call runs, if the host pool has room for it. Offloads that have begun are completed only when their
         slots are needed now.
         """
-        if self._cached is not None:
+        if not self._cache.reads_idle_slots:
+            while self._cached and self._cache.slots.num_free < num_slots:
+                oldest = self._host_pool.first_to_leave(self._cached)
+                self._cached.remove(oldest)
+                self._offload(oldest)
+                self._finish_all_offloads()
+            return
+        if self._cached:
             num_used = self._cache.slots.num_used
             idle = self.idle_slots
-            used = min(num_used + num_followed, self._cache.num_slots) if self._can_leave(self._cached) else num_used
+            can_leave = all(map(self._can_leave, self._cached))
+            used = min(num_used + num_followed, self._cache.num_slots) if can_leave else num_used
             others = self._cache.kv_len_for(max(used - idle, 1))
             if self._cache.slots.num_free < num_slots or (used > idle and others < self._cache.kv_len_for(used)):
-                cached = self._cached
-                self._cached = None
-                self._offload(cached)
+                self._offload(self._cached.pop())
         while self._offloading and self._cache.slots.num_free < num_slots:
             self._finish_offload()
 
@@ -129,8 +159,7 @@ class PrefixCache:
     def finish_offloading(self) -> None:
         """Complete all offloads at once; the device may be reading the arena."""
         with self._cache.transaction():
-            while self._offloading:
-                self._finish_offload()
+            self._finish_all_offloads()
 
     def keep_prompt(self, sequence: KVSequence) -> None:
         """Keep a copy of the prompt alone, before its answer begins, if only whole conversations can be reused.
@@ -162,8 +191,9 @@ class PrefixCache:
 
     def forget(self) -> None:
         """Forget the cached and outgoing sequences; called after the KV cache was reset."""
-        self._cached = None
+        self._cached.clear()
         self._offloading.clear()
+        self._host_pool.count_outside(0)
 
     def _longest_in_arena(
         self, tokens: Sequence[int], running: Iterable[KVSequence], conditions: Conditions
@@ -180,8 +210,8 @@ class PrefixCache:
         return best, length
 
     def idle_sequences(self) -> list[KVSequence]:
-        """Return the cached sequence and those that are being offloaded."""
-        return [*([self._cached] if self._cached else []), *(copy.sequence for copy in self._offloading)]
+        """Return the cached sequences and those that are being offloaded."""
+        return [*self._cached, *(copy.sequence for copy in self._offloading)]
 
     def _offload(self, sequence: KVSequence) -> None:
         if len(sequence) >= MIN_PREFIX:
@@ -189,11 +219,16 @@ class PrefixCache:
         else:
             self._cache.close(sequence)
 
+    def _finish_all_offloads(self) -> None:
+        while self._offloading:
+            self._finish_offload()
+
     def _finish_offload(self) -> None:
         """Finish offloading the oldest outgoing sequence and free its slots."""
         copy = self._offloading.popleft()
         if self._can_leave(copy.sequence):
             copy.advance(len(copy.sequence))
+            self._count_outside()
             self._host_pool.keep(copy.stored)
         self._cache.close(copy.sequence)
 

@@ -14,6 +14,8 @@ StateSet = tuple[NDArray[Any], ...]
 """The recurrent states of one sequence, after its last token."""
 AdapterScales = tuple[float, ...]
 """The factor of each adapter of the model; () if it uses none."""
+FIRST_ROOM = 256
+"""The number of tokens for which a new sequence has room; it doubles when it is full."""
 HEAD = 8
 """The number of tokens that are compared first, because most sequences differ within them."""
 
@@ -42,9 +44,9 @@ class KVSequence:
     ``conditions`` are those under which all of its tokens were computed. ``is_idle``: whether its slots may be taken for others.
     """
 
-    def __init__(self, num_slots: int, conditions: Conditions = PLAIN) -> None:
+    def __init__(self, conditions: Conditions = PLAIN) -> None:
         self.conditions = conditions
-        self._slots = np.zeros(num_slots, np.intp)
+        self._slots = np.zeros(FIRST_ROOM, np.intp)
         self.tokens: list[int] = []
         self.epoch = 0
         self.is_idle = False
@@ -61,7 +63,10 @@ class KVSequence:
     def append(self, tokens: Sequence[int], slots: NDArray[np.intp]) -> None:
         """Add tokens at the end; ``slots [len(tokens)]`` hold their keys and values."""
         start = len(self.tokens)
-        self._slots[start : start + len(slots)] = slots
+        end = start + len(slots)
+        if end > len(self._slots):
+            self._slots = np.resize(self._slots, max(end, 2 * len(self._slots)))
+        self._slots[start:end] = slots
         self.tokens.extend(tokens)
 
     def replace_last(self, slots: NDArray[np.intp]) -> None:

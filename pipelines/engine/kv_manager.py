@@ -351,10 +351,11 @@ class KVCacheManager:
         return self.cache.slots.num_free >= num_slots
 
     def run_idle_work(self) -> None:
-        """When idle: offload one chunk, then compact, so that the next step can use a smaller variant."""
+        """When idle: offload one chunk, then compact, so that the next step can use a smaller variant; give memory back."""
         self.prefix.advance()
         if not self.prefix.is_offloading:
             self.cache.compact()
+            self.cache.give_back()
 
     def discard_slots(self) -> list[int]:
         """Discard all slots after an exception inside a transaction; their requests are preempted and recomputed.
