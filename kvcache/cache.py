@@ -77,6 +77,11 @@ class KVCache:
         """Whether a call reads slots of sequences that are not in it, so that idle ones cost time where they are."""
         return True
 
+    @property
+    def least_exact(self) -> int:
+        """The fewest rows, and rows with logits, of a call whose results do not depend on what else it has."""
+        return 1
+
     def transaction(self) -> Transaction:
         """A block in which slots change hands. If it raises, ``is_void`` is True until ``reset``."""
         return Transaction(self)

@@ -181,6 +181,11 @@ class PagedKVCache(KVCache):
         return False
 
     @property
+    def least_exact(self) -> int:
+        """2: the CPU plugin multiplies a matrix with one row in another order of sums than with several, whose number is all one."""
+        return 2
+
+    @property
     def num_past(self) -> int:
         """The number of slots that calls may read: those of sequences that go on."""
         return min(self.slots.num_active, self.num_slots)
@@ -210,7 +215,16 @@ class PagedKVCache(KVCache):
         past = [len(rows.sequence) for rows in self._rows]
         counts = [len(rows.slots) for rows in self._rows]
         num_logits = sum(segment.num_logits for segment in step.segments)
-        buffers.pool.pages.write(past, counts, [self._table(rows) for rows in self._rows], num_logits)
+        tables = [self._table(rows) for rows in self._rows]
+        if step.is_exact:
+            if sum(counts) < self.least_exact <= min(step.variant.rows, step.variant.sequences):
+                past.append(0)
+                counts.append(1)  # a row of no sequence, in a page that none has
+                tables.append(np.array([self.idle_page]))
+            if num_logits < self.least_exact <= step.variant.num_logits:
+                buffers.logit_rows[1] = buffers.logit_rows[0]
+                num_logits = self.least_exact
+        buffers.pool.pages.write(past, counts, tables, num_logits)
 
     def _table(self, rows: _Rows) -> NDArray[np.intp]:
         """Return the pages of a sequence and of its new rows."""

@@ -22,13 +22,14 @@ class Segment:
     """The next tokens of one sequence in a step: ``tokens [count]`` int64, in consecutive rows.
 
     The program computes logits after the last ``num_logits`` of them. With ``to_host``, which needs an empty sequence, the keys
-    and values do not enter the arena.
+    and values do not enter the arena. With ``is_exact`` the results must not depend on what else the call has.
     """
 
     sequence: KVSequence
     tokens: NDArray[np.int64]
     num_logits: int = 1
     to_host: bool = False
+    is_exact: bool = False
 
     def __post_init__(self) -> None:
         assert not (self.to_host and len(self.sequence)), "only a fresh sequence can go to the host"
@@ -115,6 +116,11 @@ class Step:
 
     def __post_init__(self) -> None:
         assert sum(len(segment.tokens) for segment in self.segments) <= self.variant.rows
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether results of a segment must not depend on the others."""
+        return any(segment.is_exact for segment in self.segments)
 
     def placed(self) -> Iterator[tuple[int, Segment]]:
         """Yield each segment with its first row."""

@@ -25,10 +25,16 @@ from staticllm.system.threads import close_when_collected
 from .chat_session import ChatSession
 from .daemon_client.remote_engine import DaemonHome
 from .daemon_client.remote_launch import RemoteLaunched, check_home, check_sendable, remote_launcher
+from .decisions.answers import Decision
+from .decisions.calibration import Calibration
+from .decisions.decider import Decider, Limits
+from .decisions.handle import DecisionHandle
+from .decisions.prompts import Reading
+from .decisions.questions import Question
 from .engine.client import EngineClient
 from .engine.engine import Engine
 from .engine.overflow import OverflowRule
-from .engine.request import OutputQueue
+from .engine.request import OutputQueue, check_priority
 from .launch.arguments import model_path_of, named_in_memory, positional, resolve_candidates
 from .launch.draft_origin import take_draft_origin, use_draft
 from .launch.engine import Launched, launch
@@ -42,7 +48,7 @@ from .snapshots import ModelSnapshots
 from .text.call import GenerateCall
 from .text.chat_prompt import Prompt
 from .text.handle import GenerationHandle, answers_of
-from .text.input_processor import InputProcessor
+from .text.input_processor import InputProcessor, check_deadline
 from .text.inputs import Inputs, TokenInputs, form_of
 from .text.output_processor import RequestOutput, Results, results_of
 from .text.stop_checker import StopChecker
@@ -127,6 +133,7 @@ class StaticLLMPipeline:
             tools, text.generation_config, candidates[0].config.adapters, text.file_options, draft is not None
         )
         self._chat = ChatSession(tools)
+        self._decider: Decider | None = None
         self._snapshots = ModelSnapshots(model_path, self._launched, self._input_processor)
         self._watch = watch_of(model_path, self.config, self._launched.has_mapped_weights)
         self._load_ms = (time.perf_counter() - start) * 1e3
@@ -263,6 +270,75 @@ class StaticLLMPipeline:
         if callback is not None:
             handle.call_back(callback)
         return handle
+
+    def decide(
+        self,
+        state: str | Mapping[str, object] | Sequence[object],
+        questions: Question | Sequence[Question],
+        *,
+        reading: Reading | None = None,
+        orders: int | None = None,
+        calibration: Calibration | None = None,
+        priority: int = 0,
+        deadline_ms: float | None = None,
+    ) -> Decision:
+        """Answer typed questions about one state with probabilities; no text is generated (docs/decide.md).
+
+        The state runs once, or not at all if it is cached. An answer depends on the state and on its own question only.
+
+        Args:
+            state: A text; or an object or a list, which are shown as JSON.
+            questions: 1 to 400 values ``Predicate``, ``Choice`` and ``Score``.
+            reading: ``list`` shows the options of a question together, ``branches`` each on its own. None for ``list``.
+            orders: With ``list``: how many orders of the options of a choice are averaged, 1 to 4. None for 2.
+            calibration: Temperatures for the probabilities (``staticllm calibrate``); None for none.
+            priority: As for ``generate``.
+            deadline_ms: The decision fails this many ms from now unless it has ended.
+
+        Raises:
+            QuestionError: a question or the state cannot be asked about; ``path`` says where the fault is.
+            PromptTooLongError: state and question are longer than the model's longest sequence.
+            PromptError: the model has no chat template, or thinks before every answer.
+            Cancelled: the deadline is over.
+            BusyError: ``MAX_WAITING`` decisions are in progress.
+            ConfigError: an option has an impossible value, or the engine is in the daemon.
+            ClosedError, ModelError: as for ``generate``.
+        """
+        decider = self._usable_decider(priority, deadline_ms)
+        order = decider.order(state, questions, reading, orders, calibration)
+        with decider.running(priority, deadline_ms) as run:
+            return decider.answer(run, order)
+
+    def submit_decision(
+        self,
+        state: str | Mapping[str, object] | Sequence[object],
+        questions: Question | Sequence[Question],
+        *,
+        reading: Reading | None = None,
+        orders: int | None = None,
+        calibration: Calibration | None = None,
+        priority: int = 0,
+        deadline_ms: float | None = None,
+    ) -> DecisionHandle:
+        """Begin a decision and return at once: ``result()`` or ``await`` gives what ``decide`` returns. ``cancel()`` ends it.
+
+        Args:
+            state, questions, reading, orders, calibration, priority, deadline_ms: As for ``decide``.
+
+        Raises:
+            StaticLLMError: as for ``decide``; what goes wrong later is raised by the handle.
+        """
+        decider = self._usable_decider(priority, deadline_ms)
+        order = decider.order(state, questions, reading, orders, calibration)
+        return DecisionHandle(decider, order, priority, deadline_ms)
+
+    def _usable_decider(self, priority: int, deadline_ms: float | None) -> Decider:
+        self._check_usable()
+        check_priority(priority)
+        check_deadline(deadline_ms)
+        if self._decider is None:
+            self._decider = Decider(self.engine, self._tools, Limits(self.config.max_seq_len, self.config.max_waiting))
+        return self._decider
 
     def check(
         self,

@@ -29,6 +29,11 @@ class ChatTemplates:
         """Return the prompt of a conversation, as ``render`` of ``chat_template``."""
         return render(template, messages, tokens, tools, extra_context)
 
+    def always_thinks(self, template: str, prompt: str) -> bool:
+        """Return whether the prompt opens reasoning, or the answer has a part for it that comes first."""
+        format = format_beside(template, False).after(prompt)
+        return format.is_reasoning_open or bool(format.syntax == "harmony")
+
     def format_of(self, template: str, shows_tools: bool, ending: str) -> MessageFormat:
         """Return the format of the answer to a prompt that ends with ``ending``, as ``format_beside``."""
         return format_beside(template, shows_tools).after(ending)

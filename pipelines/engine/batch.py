@@ -153,7 +153,9 @@ class BatchBuilder:
         entries = [self._entry(states[request], 1, False) for request in plan.decode]
         for request, count in plan.prefill:
             self._kv_manager.allocate(states[request])
-            entries.append(self._entry(states[request], count, True))
+            entry = self._entry(states[request], count, True)
+            if not (entries and entry.state.is_exact and entry.is_followed):  # where it is cut must not depend on the others
+                entries.append(entry)
         entries = self._quarantine.select(entries, lambda entry: entry.state.id)
         first = entries[0].state
         fitting = self._longest_fitting(entries)
@@ -204,8 +206,12 @@ class BatchBuilder:
     def _entry(self, state: SequenceState, count: int, is_prefill: bool) -> BatchEntry:
         assert state.kv.sequence is not None
         start = len(state.kv.sequence)
+        if state.is_exact:
+            count = _without_single_rows(count, len(state.tokens) - start)
         tokens = np.asarray(state.tokens[start : start + count], np.int64)
-        return BatchEntry(state, Segment(state.kv.sequence, tokens, state.num_logits(start, len(tokens))), is_prefill)
+        num_logits = state.num_logits(start, len(tokens))
+        segment = Segment(state.kv.sequence, tokens, num_logits, is_exact=state.is_exact)
+        return BatchEntry(state, segment, is_prefill)
 
     def _longest_fitting(self, entries: list[BatchEntry]) -> tuple[list[BatchEntry], Variant] | None:
         """Return the longest head of ``entries`` that has slots and a variant, and the variant; None if not even one can run.
@@ -285,6 +291,15 @@ class BatchBuilder:
             else:
                 marked.append(entry)
         return marked
+
+
+def _without_single_rows(count: int, left: int) -> int:
+    """Return about ``count`` of the ``left`` tokens of a feed, so that no chunk has one row, unless the feed has one token.
+
+    The attention of a row alone adds in another order than that of several.
+    """
+    count = min(max(count, 2), left)
+    return count if left - count != 1 else count + 1 if count == 2 else count - 1
 
 
 def _with_draft(entry: BatchEntry, check: DraftCheck | None) -> BatchEntry:

@@ -69,6 +69,8 @@ class SequenceState(ABC):
     """The rule for a sequence that fills its slots."""
     index: int = 0
     """Which answer of its request it is."""
+    is_exact: bool = False
+    """Whether its logits must not depend on what runs beside it."""
 
     def __init__(
         self,

@@ -176,6 +176,11 @@ class ModelRunner:
             num_rows += len(segment.tokens)
             num_logits += segment.num_logits
             is_fresh = is_fresh and not len(segment.sequence)
+        if any(segment.is_exact for segment in segments):
+            least = self.cache.least_exact
+            padded = max(num_rows, least), max(len(segments), least if num_rows < least else 1), max(num_logits, least)
+            if (found := self.index.with_logits(*padded, num_past, is_fresh)) is not None:
+                return found
         if num_logits > len(segments):
             return self.index.with_logits(num_rows, len(segments), num_logits, num_past, is_fresh)
         return self.index.smallest(num_rows, len(segments), num_past, is_fresh)

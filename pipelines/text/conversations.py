@@ -60,6 +60,14 @@ class Conversations(Protocol):
         """
         ...
 
+    def always_thinks(self, template: str, prompt: str) -> bool:
+        """Return whether an answer to ``prompt``, which the template made, begins with reasoning that nobody asked for.
+
+        Raises:
+            PromptError: the template has an error.
+        """
+        ...
+
     def format_of(self, template: str, shows_tools: bool, ending: str) -> AnswerFormat:
         """Return the format of the answer to a prompt that ends with ``ending``.
 

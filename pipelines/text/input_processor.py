@@ -35,6 +35,18 @@ ROOM = 128
 given."""
 
 
+def check_deadline(deadline_ms: float | None) -> float:
+    """Return a deadline in milliseconds, infinity for None.
+
+    Raises:
+        GenerationConfigError: it is no number above 0.
+    """
+    limit = math.inf if deadline_ms is None else as_float(deadline_ms)
+    if limit is None or not limit > 0:
+        raise GenerationConfigError(f"deadline_ms={shown(deadline_ms)}: must be milliseconds, more than 0")
+    return limit
+
+
 class InputProcessor:
     """Tokenizes prompts and merges options with the default generation config. Runs on the caller's thread."""
 
@@ -97,9 +109,7 @@ class InputProcessor:
         started = time.perf_counter()
         options = resolve(*self._base_config(config, overrides), self._file_options)
         check_priority(priority)
-        limit = math.inf if deadline_ms is None else as_float(deadline_ms)
-        if limit is None or not limit > 0:
-            raise GenerationConfigError(f"deadline_ms={shown(deadline_ms)}: must be milliseconds, more than 0")
+        limit = check_deadline(deadline_ms)
         deadline = None if limit == math.inf else started + limit / 1e3
         rule = overflow_rule(overflow)
         if options.beams is not None and rule != "stop":

@@ -20,6 +20,9 @@ from staticllm.errors import ConfigError
 from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.server import catalog
 from staticllm.server.catalog import describe, model_list
+from staticllm.server.decisions.openai import DecisionsRequest, decisions
+from staticllm.server.decisions.systemone import PATH as SYSTEMONE
+from staticllm.server.decisions.systemone import systemone
 from staticllm.server.endpoint import Answer, bodiless, count_refusal, endpoint, form_endpoint
 from staticllm.server.feed import encoder_of
 from staticllm.server.http.access import AccessMiddleware, Origins, Preflights
@@ -44,6 +47,7 @@ from staticllm.server.telemetry import AccessLog, Sink, TelemetryMiddleware
 OPENAI_POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
     ("/v1/chat/completions", ChatRequest, chat_completions),
     ("/v1/completions", CompletionRequest, completions),
+    ("/v1/decisions", DecisionsRequest, decisions),
     ("/v1/embeddings", EmbeddingsRequest, embeddings),
     ("/v1/rerank", RerankRequest, rerank),
     ("/v2/rerank", RerankRequest, rerank),
@@ -108,6 +112,7 @@ def _add_posts(app: FastAPI, state: ServerState) -> None:
         *((path, form_endpoint(state, kind, handler, uploads), _form_schema(kind)) for path, kind, handler in FORMS),
     ):
         app.add_api_route(path, answer, methods=["POST"], openapi_extra=schema, response_model=None)
+    app.add_api_route(SYSTEMONE, systemone(state), methods=["POST"], response_model=None)
     refusal = ollama.refusal(state)
     methods = [*ollama.REFUSED_METHODS]
     for path in ollama.REFUSED:

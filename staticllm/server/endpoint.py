@@ -168,6 +168,15 @@ def parsed(kind: type[Body], data: bytes) -> Body:
     Raises:
         ApiError: it is no JSON object, has too many parts or an unknown field, or a field has an impossible value.
     """
+    return checked(kind, parsed_json(data))
+
+
+def parsed_json(data: bytes) -> dict[str, Any]:
+    """Return the fields of a request.
+
+    Raises:
+        ApiError: it is no JSON object, or has too many parts.
+    """
     check_json(data)
     try:
         values = from_json(data, allow_inf_nan=False)
@@ -175,7 +184,7 @@ def parsed(kind: type[Body], data: bytes) -> Body:
         raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    return checked(kind, values)
+    return values
 
 
 def checked(kind: type[Body], values: dict[str, Any]) -> Body:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 
 from staticllm.core import FinishReason
@@ -44,6 +45,21 @@ class Feeds:
     def _opened(self, kind: type[State], priority: int, conditions: Conditions, owner: int) -> State:
         state = kind(self._serving.vocab_size, priority, None, conditions, owner, self._serving.clock)
         self._serving.device.kv_manager.idle.add(state)
+        return state
+
+    def open_exact(self, tokens: Sequence[int], priority: int = 0, owner: int = 0) -> ClientState:
+        """Return a new sequence, which is idle, with the longest prefix of ``tokens`` that is cached: all of them, if they are.
+
+        Its logits do not depend on what runs beside it, where the device lets that be.
+        """
+        state = self.open(priority, owner=owner)
+        state.is_exact = True
+        manager = self._serving.device.kv_manager
+        conditions = self._serving.device.runner.cache.conditions_at(PLAIN, len(tokens))
+        found = manager.prefix.attach([*tokens, tokens[-1]], manager.sequences(), conditions)  # nothing is computed before the last
+        manager.idle.remove(state)
+        state.take_cached(found)
+        manager.idle.add(state)
         return state
 
     def fork(self, original: State) -> State:

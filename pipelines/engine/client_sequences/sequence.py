@@ -38,7 +38,14 @@ class ClientSequence:
         priority: int = 0,
         owner: int = 0,
         original: ClientSequence | None = None,
+        prefix: Sequence[int] = (),
+        on_open: Callable[[int], object] = lambda length: None,
     ) -> None:
+        """``prefix``: tokens that it begins with as far as they are cached. ``on_open`` gets the number of those that are.
+
+        It is called on the engine's thread before any feed runs. The logits of such a sequence, and of its forks, do not depend
+        on what runs beside it, where the device lets that be.
+        """
         self._engine = engine
         self._core = engine.core
         self.priority = priority
@@ -48,7 +55,7 @@ class ClientSequence:
         self._is_busy = False
         self._is_closed = False
         self.length: int = 0 if original is None else original.length
-        engine.call_soon(lambda: self._open(original))
+        engine.call_soon(lambda: self._open(original, prefix, on_open))
 
     def fork(self) -> ClientSequence:
         """Return another sequence with the same tokens; both share the KV slots of these.
@@ -131,8 +138,14 @@ class ClientSequence:
         assert self._state is not None, "used before it was opened"
         return self._state
 
-    def _open(self, original: ClientSequence | None) -> None:
-        if original is None:
+    def _open(
+        self, original: ClientSequence | None, prefix: Sequence[int], on_open: Callable[[int], object]
+    ) -> None:
+        if prefix:
+            self._state = self._core.feeds.open_exact(prefix, self.priority, self.owner)
+            self.length = len(self._state.tokens)
+            on_open(self.length)
+        elif original is None:
             self._state = self._core.feeds.open(self.priority, owner=self.owner)
         else:
             self._state = self._core.device.kv_manager.idle.fork(original._opened)

@@ -12,7 +12,7 @@ import numpy as np
 from staticllm.core import Clock, FinishReason
 from staticllm.errors import ClosedError, StaticLLMError
 
-from ....kvcache.sequence import PLAIN, Conditions
+from ....kvcache.sequence import PLAIN, Conditions, KVSequence
 from ...costs.model import SMOOTHING, averaged
 from ...generation.beam_search import BeamMask
 from ...generation.filters import Logits
@@ -132,8 +132,16 @@ class ClientState(SequenceState):
         other._num_prompt = self._num_prompt
         other.tokens = list(self.tokens)
         other.is_suspect = self.is_suspect
+        other.is_exact = self.is_exact
         other.token_times = list(self.token_times)
         return other
+
+    def take_cached(self, sequence: KVSequence) -> None:
+        """Have the tokens of a cached sequence, before any feed."""
+        assert not self.tokens, "it has tokens"
+        self.kv.sequence = sequence
+        self.kv.num_cached = len(sequence)
+        self.tokens = list(sequence.tokens)
 
     @property
     def ready_at(self) -> float | None:

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -39,7 +39,10 @@ _log = logging.getLogger("staticllm.server")
 
 
 class ApiError(Exception):
-    """An error with the fields of OpenAI's error object. ``knob`` is the option of the server that would have helped."""
+    """An error with the fields of OpenAI's error object. ``knob`` is the option of the server that would have helped.
+
+    ``where`` and ``detail_type``: where a fault of the body is, and its type, for the form of TypeSafe's API.
+    """
 
     def __init__(
         self,
@@ -51,8 +54,12 @@ class ApiError(Exception):
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
         knob: str = "",
+        where: Sequence[str | int] = (),
+        detail_type: str = "",
     ) -> None:
         super().__init__(message)
+        self.where = tuple(where)
+        self.detail_type = detail_type
         self.status = status
         self.message = message
         self.kind = kind
@@ -62,10 +69,21 @@ class ApiError(Exception):
         self.knob = knob
 
     def body(self, path: str = "") -> dict[str, Any]:
-        """Return the JSON body of the answer: OpenAI's error object, or for a ``path`` of Ollama's API only the message."""
+        """Return the JSON body of the answer: OpenAI's error object, or for a ``path`` of Ollama's API only the message.
+
+        TypeSafe's API has what FastAPI answers.
+        """
         if is_ollama(path):
             return {"error": self.message}
+        if path.strip("/").removeprefix("v1/") == "systemone":
+            return {"detail": self._detail()}
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+    def _detail(self) -> object:
+        if self.where:
+            return [{"loc": list(self.where), "msg": self.message, "type": self.detail_type}]
+        kinds = {401: "authentication_error", 403: "authentication_error", 404: "not_found_error"}
+        return {"error_type": kinds.get(self.status, self.kind), "message": self.message}
 
     def response(self, path: str = "") -> Response:
         """Return the answer to a request for ``path``."""

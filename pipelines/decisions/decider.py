@@ -1,0 +1,160 @@
+"""Answers questions about one state with a model that chats: prompts, the tree of their rows, and probabilities."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from staticllm.errors import BusyError, ConfigError, PromptTooLongError, shown
+
+from ..engine.client_sequences.sequence import SequenceEngine
+from ..text.tokenizer_tools import TokenizerTools
+from .answers import Decision, DecisionUsage, answer_of, softmax
+from .calibration import Calibration
+from .prompts import MAX_ORDERS, DecisionPrompts, Reading, Shown, state_text
+from .questions import Predicate, Question, checked
+from .tree import TreeRun, TreeScores
+
+READINGS: tuple[Reading, ...] = ("list", "branches")
+DEFAULT_READING: Reading = "list"
+DEFAULT_ORDERS = 2
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a decision may have. ``max_len``: tokens of a state with one question; ``max_waiting``: decisions at a time."""
+
+    max_len: int
+    max_waiting: int
+
+
+@dataclass(frozen=True)
+class DecisionOrder:
+    """What is asked, and how.
+
+    Attributes:
+        state: Tokens of the state.
+        questions: The questions.
+        shown: For each of them how it is shown: once, or once per order or option.
+        reading: How options are shown.
+        calibration: Temperatures; None for 1.
+    """
+
+    state: tuple[int, ...]
+    questions: tuple[Question, ...]
+    shown: tuple[tuple[Shown, ...], ...]
+    reading: Reading
+    calibration: Calibration | None
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of the state once, and of each question once."""
+        return len(self.state) + sum(len(found[0].tokens) for found in self.shown)
+
+
+class Decider:
+    """Answers questions with the model of one engine. Any thread may call the methods."""
+
+    def __init__(self, engine: SequenceEngine, tools: TokenizerTools, limits: Limits) -> None:
+        self._engine = engine
+        self._prompts = DecisionPrompts(tools)
+        self._limits = limits
+        self._num_running = 0
+        self._lock = threading.Lock()
+
+    def order(
+        self,
+        state: object,
+        questions: Sequence[Question],
+        reading: Reading | None = None,
+        orders: int | None = None,
+        calibration: Calibration | None = None,
+    ) -> DecisionOrder:
+        """Check a state and questions, and tokenize them.
+
+        Raises:
+            QuestionError: a question or the state cannot be asked about; ``path`` says where.
+            PromptError: the model has no chat template, or always thinks.
+            PromptTooLongError: state and question are longer than the model's longest sequence.
+            ConfigError: an option has an impossible value.
+        """
+        reading = DEFAULT_READING if reading is None else reading
+        orders = DEFAULT_ORDERS if orders is None else orders
+        if reading not in READINGS:
+            raise ConfigError(f"reading={shown(reading)}: must be one of {', '.join(map(repr, READINGS))}")
+        if isinstance(orders, bool) or not isinstance(orders, int) or not 1 <= orders <= MAX_ORDERS:
+            raise ConfigError(f"orders={shown(orders)}: must be a whole number from 1 to {MAX_ORDERS}")
+        if calibration is not None and not isinstance(calibration, Calibration):
+            raise ConfigError(f"calibration={shown(calibration)}: must be a Calibration, or None")
+        asked = checked(questions)
+        ids = tuple(self._prompts.state(state_text(state)))
+        found = tuple(
+            tuple(self._prompts.shown(question, reading, orders, ("questions", place)))
+            for place, question in enumerate(asked)
+        )
+        longest = max(
+            len(each.tokens) + max(map(len, each.labels)) for several in found for each in several
+        )
+        if len(ids) + longest > self._limits.max_len:
+            raise PromptTooLongError(len(ids) + longest, self._limits.max_len)
+        return DecisionOrder(ids, asked, found, reading, calibration)
+
+    @contextmanager
+    def running(self, priority: int, deadline_ms: float | None) -> Iterator[TreeRun]:
+        """Give a run for one order, in a block that counts it.
+
+        Raises:
+            BusyError: ``MAX_WAITING`` decisions run already.
+        """
+        with self._lock:
+            if self._num_running >= self._limits.max_waiting:
+                raise BusyError(
+                    f"{self._num_running} decisions are in progress, MAX_WAITING is {self._limits.max_waiting}: try again"
+                )
+            self._num_running += 1
+        try:
+            deadline = None if deadline_ms is None else time.perf_counter() + deadline_ms / 1e3
+            yield TreeRun(self._engine, priority, deadline)
+        finally:
+            with self._lock:
+                self._num_running -= 1
+
+    def answer(self, run: TreeRun, order: DecisionOrder) -> Decision:
+        """Run an order, and return its answers.
+
+        Raises:
+            Cancelled: the run was cancelled, or its time was over.
+            ClosedError: the engine was closed.
+        """
+        scores = run.run(order.state, [each for several in order.shown for each in several])
+        labels = iter(scores.labels)
+        answers = [
+            answer_of(question, _probabilities(question, several, [next(labels) for _ in several], order))
+            for question, several in zip(order.questions, order.shown, strict=True)
+        ]
+        return Decision(tuple(answers), _usage(order, scores), order.calibration is not None)
+
+
+def _usage(order: DecisionOrder, scores: TreeScores) -> DecisionUsage:
+    return DecisionUsage(order.num_tokens, len(order.state), scores.num_cached, scores.num_fed)
+
+
+def _probabilities(
+    question: Question, several: Sequence[Shown], scores: Sequence[NDArray[np.float64]], order: DecisionOrder
+) -> list[float]:
+    """Return the probability of each option of a question: the mean of those of its orders, or one branch for each."""
+    heat = 1.0 if order.calibration is None else order.calibration.temperature_of(question)
+    if order.reading == "branches" and not isinstance(question, Predicate):
+        yes = np.array([softmax(each, 1.0)[0] for each in scores])
+        return softmax(np.log(np.maximum(yes, np.finfo(np.float64).tiny)), heat).tolist()  # type: ignore[no-any-return]
+    total = np.zeros(len(several[0].places))
+    for each, found in zip(several, scores, strict=True):
+        total[list(each.places)] += softmax(found, heat)
+    return (total / len(several)).tolist()  # type: ignore[no-any-return]
+

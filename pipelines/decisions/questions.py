@@ -1,0 +1,191 @@
+"""The questions of a decision: whether a statement holds, which of several options, how much of something."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from staticllm.errors import PromptError, shown
+
+MAX_QUESTIONS = 400
+MAX_OPTIONS = 255
+MAX_LEVELS = 10
+Value: TypeAlias = str | bool
+"""What names an option. ``True`` and ``"true"`` are two."""
+
+
+class QuestionError(PromptError):
+    """A question or a state that cannot be asked about.
+
+    Attributes:
+        path: Where the fault is, from the questions or the input on: ``("questions", 1, "choices", 0)``.
+    """
+
+    def __init__(self, message: str, path: Sequence[str | int] = ()) -> None:
+        super().__init__(message)
+        self.path = tuple(path)
+
+    def __reduce__(self) -> tuple[type[QuestionError], tuple[str, tuple[str | int, ...]]]:
+        return type(self), (str(self), self.path)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of a choice. ``description``: what it stands for, which the model reads beside the value."""
+
+    value: Value
+    description: str | None = None
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of a score. ``description``: what it stands for, which the model reads beside the label."""
+
+    label: str
+    description: str | None = None
+
+
+@dataclass(frozen=True)
+class Predicate:
+    """Whether a statement holds.
+
+    Attributes:
+        instructions: The statement, or a question that is answered with yes or no.
+        name: Names the answer; the model does not read it.
+        if_true, if_false: What yes and no stand for.
+    """
+
+    instructions: str
+    name: str | None = None
+    if_true: str | None = None
+    if_false: str | None = None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which of 2 to 255 options. A value alone is an option without a description.
+
+    Attributes:
+        instructions: The question.
+        options: ``Option`` values, strings or booleans, all different.
+        name: Names the answer; the model does not read it.
+    """
+
+    instructions: str
+    options: Sequence[Option | Value]
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Score:
+    """How much of something, on 2 to 10 levels. A label alone is a level without a description.
+
+    Attributes:
+        instructions: The question.
+        levels: ``Level`` values or strings, the lowest first, all different.
+        name: Names the answer; the model does not read it.
+    """
+
+    instructions: str
+    levels: Sequence[Level | str]
+    name: str | None = None
+
+
+Question: TypeAlias = Predicate | Choice | Score
+
+
+def checked(questions: Sequence[Question]) -> tuple[Question, ...]:
+    """Return the questions with ``Option`` and ``Level`` values in place of bare ones.
+
+    Raises:
+        QuestionError: there are none, or more than ``MAX_QUESTIONS``, or one cannot be asked.
+    """
+    if isinstance(questions, Predicate | Choice | Score):
+        questions = (questions,)
+    if not isinstance(questions, Sequence) or isinstance(questions, str | bytes):
+        raise QuestionError(f"questions={shown(questions)}: must be a list of Predicate, Choice and Score", ("questions",))
+    if not 1 <= len(questions) <= MAX_QUESTIONS:
+        raise QuestionError(
+            f"{len(questions)} questions: there must be 1 to {MAX_QUESTIONS}; ask in several calls, the state stays cached",
+            ("questions",),
+        )
+    return tuple(_checked(question, ("questions", place)) for place, question in enumerate(questions))
+
+
+def _checked(question: object, path: tuple[str | int, ...]) -> Question:
+    if not isinstance(question, Predicate | Choice | Score):
+        raise QuestionError(f"{_at(path)} is {shown(question)}: must be a Predicate, a Choice or a Score", path)
+    _check_text(question.instructions, (*path, "instructions"))
+    if question.name is not None and not isinstance(question.name, str):
+        raise QuestionError(f"{_at(path)} has the name {shown(question.name)}: must be a string", (*path, "name"))
+    if isinstance(question, Predicate):
+        for key in ("if_true", "if_false"):
+            if getattr(question, key) is not None:
+                _check_text(getattr(question, key), (*path, key))
+        return question
+    if isinstance(question, Choice):
+        options = _items(question.options, (*path, "choices"), "options", MAX_OPTIONS)
+        return Choice(question.instructions, _options(options, (*path, "choices")), question.name)
+    levels = _items(question.levels, (*path, "levels"), "levels", MAX_LEVELS)
+    return Score(question.instructions, _levels(levels, (*path, "levels")), question.name)
+
+
+def _items(items: object, path: tuple[str | int, ...], what: str, most: int) -> Sequence[object]:
+    if not isinstance(items, Sequence) or isinstance(items, str | bytes | Mapping):
+        raise QuestionError(f"{_at(path)} is {shown(items)}: must be a list of {what}", path)
+    if not 2 <= len(items) <= most:
+        raise QuestionError(f"{_at(path)} has {len(items)} {what}: there must be 2 to {most}", path)
+    return items
+
+
+def _options(items: Sequence[object], path: tuple[str | int, ...]) -> tuple[Option, ...]:
+    found: dict[tuple[type, Value], Option] = {}
+    for place, item in enumerate(items):
+        here = (*path, place)
+        option = item if isinstance(item, Option) else Option(item)  # type: ignore[arg-type]
+        if not isinstance(option.value, str | bool):
+            raise QuestionError(f"{_at(here)} is {shown(option.value)}: must be a string or a boolean", (*here, "value"))
+        if isinstance(option.value, str):
+            _check_text(option.value, (*here, "value"))
+        _check_description(option.description, here)
+        key = (type(option.value), option.value)  # True == 1 == "true" nowhere
+        if key in found:
+            raise QuestionError(f"{_at(here)} is {shown(option.value)} again: options must differ", (*here, "value"))
+        found[key] = option
+    return tuple(found.values())
+
+
+def _levels(items: Sequence[object], path: tuple[str | int, ...]) -> tuple[Level, ...]:
+    found: dict[str, Level] = {}
+    for place, item in enumerate(items):
+        here = (*path, place)
+        level = item if isinstance(item, Level) else Level(item)  # type: ignore[arg-type]
+        _check_text(level.label, (*here, "label"))
+        _check_description(level.description, here)
+        if level.label in found:
+            raise QuestionError(f"{_at(here)} is {shown(level.label)} again: levels must differ", (*here, "label"))
+        found[level.label] = level
+    return tuple(found.values())
+
+
+def _check_description(description: object, path: tuple[str | int, ...]) -> None:
+    if description is not None and not isinstance(description, str):
+        where = (*path, "description")
+        raise QuestionError(f"{_at(where)} is {shown(description)}: must be a string", where)
+
+
+def _check_text(text: object, path: tuple[str | int, ...]) -> None:
+    if not isinstance(text, str) or not text.strip():
+        raise QuestionError(f"{_at(path)} is {shown(text)}: must be a text that is not empty", path)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise QuestionError(
+            f"{_at(path)} has half a character (a lone surrogate) at index {error.start}: remove it", path
+        ) from error
+
+
+def _at(path: Sequence[str | int]) -> str:
+    """Return where something is, as a program would write it: ``questions[1].choices[0]``."""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
