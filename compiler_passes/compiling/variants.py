@@ -23,6 +23,8 @@ DRAFT_ROWS = (2, 4, 8)
 """Rows of one sequence with logits after each, for checking drafts where decode steps have fewer rows (``shared`` only)."""
 MIXED_SEQUENCES, MORE_SEQUENCES = (2, 4, 8, 12, 16), 4
 """Numbers of sequences of mixed calls, beside ``max_num_seqs`` + ``MORE_SEQUENCES``; unused logits cost time."""
+BRANCHES = 64
+"""Sequences of a call over pages, in which more cost nothing but their rows: the branches of a decision are many and short."""
 LARGEST_CHUNK = 1024
 SMALLEST_KV_LEN = 256
 PAGED_KV_LEN = 1024
@@ -83,11 +85,12 @@ def choose_variants(
         for kv_len in kv_lens
         if mode == "shared" and (rows, rows) not in sizes and not needs_real_rows
     ]
+    branches = (max(BRANCHES, num_seqs + MORE_SEQUENCES),) if layout == "paged" else ()
     prefill = _prefill_variants(config, mode, kv_lens, needs_real_rows)
     mixed = [
         Variant(rows, kv_len, sequences)
         for rows in (MIXED_ROWS if num_seqs > 1 and mode == "shared" else ())
-        for sequences in (*(count for count in MIXED_SEQUENCES if count < num_seqs), num_seqs + MORE_SEQUENCES)
+        for sequences in (*(n for n in MIXED_SEQUENCES if n < num_seqs), num_seqs + MORE_SEQUENCES, *branches)
         for kv_len in (0, *kv_lens)
         if rows > sequences
     ]

@@ -153,9 +153,7 @@ class BatchBuilder:
         entries = [self._entry(states[request], 1, False) for request in plan.decode]
         for request, count in plan.prefill:
             self._kv_manager.allocate(states[request])
-            entry = self._entry(states[request], count, True)
-            if not (entries and entry.state.is_exact and entry.is_followed):  # where it is cut must not depend on the others
-                entries.append(entry)
+            entries.append(self._entry(states[request], count, True))
         entries = self._quarantine.select(entries, lambda entry: entry.state.id)
         first = entries[0].state
         fitting = self._longest_fitting(entries)
