@@ -182,7 +182,7 @@ class PagedKVCache(KVCache):
 
     @property
     def least_exact(self) -> int:
-        """2: the CPU plugin multiplies a matrix with one row in another order of sums than with several, whose number is all one."""
+        """2: with one row, the CPU plugin adds products in another order than with several, whose number does not matter."""
         return 2
 
     @property

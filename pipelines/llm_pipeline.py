@@ -27,10 +27,9 @@ from .daemon_client.remote_engine import DaemonHome
 from .daemon_client.remote_launch import RemoteLaunched, check_home, check_sendable, remote_launcher
 from .decisions.answers import Decision
 from .decisions.calibration import Calibration
-from .decisions.decider import Decider, Limits
+from .decisions.decider import Decider, DecisionLimits
 from .decisions.handle import DecisionHandle
-from .decisions.prompts import Reading
-from .decisions.questions import Question
+from .decisions.questions import Question, Reading
 from .engine.client import EngineClient
 from .engine.engine import Engine
 from .engine.overflow import OverflowRule
@@ -299,7 +298,7 @@ class StaticLLMPipeline:
             QuestionError: a question or the state cannot be asked about; ``path`` says where the fault is.
             PromptTooLongError: state and question are longer than the model's longest sequence.
             PromptError: the model has no chat template, or thinks before every answer.
-            Cancelled: the deadline is over.
+            DecisionCancelledError: the deadline is over.
             BusyError: ``MAX_WAITING`` decisions are in progress.
             ConfigError: an option has an impossible value, or the engine is in the daemon.
             ClosedError, ModelError: as for ``generate``.
@@ -337,7 +336,7 @@ class StaticLLMPipeline:
         check_priority(priority)
         check_deadline(deadline_ms)
         if self._decider is None:
-            self._decider = Decider(self.engine, self._tools, Limits(self.config.max_seq_len, self.config.max_waiting))
+            self._decider = Decider(self.engine, self._tools, DecisionLimits(self.config.max_seq_len, self.config.max_waiting))
         return self._decider
 
     def check(

@@ -1,7 +1,7 @@
 """Decisions: how often answers are right and how sure they should be; and decisions per second beside GenAI.
 
-    python scripts/bench_decisions.py accuracy MODEL...     # 200 questions with known answers, each reading and number of orders
-    python scripts/bench_decisions.py speed                 # 20 questions about a state of 600 tokens, new and cached, in turns
+python scripts/bench_decisions.py accuracy MODEL...     # 200 questions with known answers, each reading and number of orders
+python scripts/bench_decisions.py speed                 # 20 questions about a state of 600 tokens, new and cached, in turns
 """
 
 from __future__ import annotations
@@ -48,9 +48,27 @@ MOODS = (
 )
 PAID = ("card", "bank transfer", "cash")
 STATE_LEN, QUESTION_LEN, NUM_QUESTIONS = 590, 15, 20
-WORDS = (
-    "the parcel arrived broken and late while weather turned cold over northern harbour where ships wait for new orders"
-).split()
+WORDS = [
+    "the",
+    "parcel",
+    "arrived",
+    "broken",
+    "and",
+    "late",
+    "while",
+    "weather",
+    "turned",
+    "cold",
+    "over",
+    "northern",
+    "harbour",
+    "where",
+    "ships",
+    "wait",
+    "for",
+    "new",
+    "orders",
+]
 
 
 @dataclass(frozen=True)
@@ -81,8 +99,8 @@ def _questions(
     rng: random.Random, good: str, city: str, day: str, paid: str, count: int, desk: str, mood: int
 ) -> list[Known]:
     claimed = paid if rng.random() < 0.5 else rng.choice([each for each in PAID if each != paid])
-    cities = rng.sample([each for each in CITIES if each != city], 3) + [city]
-    goods = rng.sample([each for each in GOODS if each != good], 3) + [good]
+    cities = [*rng.sample([each for each in CITIES if each != city], 3), city]
+    goods = [*rng.sample([each for each in GOODS if each != good], 3), good]
     desks = list(DESKS)
     for each in (cities, goods, desks):
         rng.shuffle(each)
@@ -122,7 +140,11 @@ def accuracy(models: Sequence[str]) -> None:
         with StaticLLMPipeline(model, "CPU") as pipe:
             rows = [_row(pipe, name, options) for name, options in WAYS]
         print(f"\n{Path(model).name}\n")
-        print(markdown(("reading", "predicate", "choice", "score", "all", "log-loss", "Brier", "ECE", "flips"), rows))
+        print(
+            "\n".join(
+                markdown(("reading", "predicate", "choice", "score", "all", "log-loss", "Brier", "ECE", "flips"), rows)
+            )
+        )
 
 
 def _row(pipe: StaticLLMPipeline, name: str, options: dict[str, Any]) -> tuple[str, ...]:
@@ -139,7 +161,9 @@ def _row(pipe: StaticLLMPipeline, name: str, options: dict[str, Any]) -> tuple[s
                 num_choices += 1
                 q = probabilities_of(other)[::-1]
                 flips += p.index(max(p)) != q.index(max(q))
-    kinds = {kind: quality_of([each for each in examples if each.kind == kind]) for kind in ("predicate", "choice", "score")}
+    kinds = {
+        kind: quality_of([each for each in examples if each.kind == kind]) for kind in ("predicate", "choice", "score")
+    }
     total: Quality = quality_of(examples)
     shares = (f"{kinds[kind].accuracy:.2f}" for kind in kinds)
     numbers = (total.accuracy, total.log_loss, total.brier, total.calibration_error, flips / num_choices)
@@ -203,7 +227,8 @@ def _speed_case(tokenizer: Any, seed: int, cached: bool) -> tuple[str, list[Choi
 def _prompt_of(state: str, question: Choice) -> str:
     """Return what a user of GenAI would send: the same texts in one message."""
     items = "\n".join(f"- {option}" for option in question.options)
-    return f"{state}\n\nQuestion: {question.instructions}\nOptions:\n{items}\nAnswer with the name of one option only."
+    task = "Read the text and choose the option that is right. Answer with that option only."
+    return f"{task}\n\nText: {state}\n\nQuestion: {question.instructions}\n{items}"
 
 
 def main() -> None:

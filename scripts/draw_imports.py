@@ -34,6 +34,7 @@ KERNEL = (
 _CLI = "staticllm/cli"
 FEATURES = {
     "grammars and conversation": ("pipelines/grammars", "pipelines/conversation"),
+    "decisions": ("pipelines/decisions", f"{_CLI}/decide"),
     "embedding and WindVE": (
         *(f"pipelines/{name}" for name in ("embedding", "encoder_pipeline", "text_embedding_pipeline")),
         "pipelines/text_rerank_pipeline",

@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from staticllm.events import ArgumentsDelta, CallBegin, CallBroken, CallEnd, ContentDelta, ReasoningDelta
     from staticllm.metrics import PerfMetrics
     from staticllm.model_dir import demo_model_path
+    from staticllm.pipelines.decisions.answers import Decision
+    from staticllm.pipelines.decisions.calibration import Calibration
+    from staticllm.pipelines.decisions.handle import DecisionHandle
+    from staticllm.pipelines.decisions.questions import Choice, Level, Option, Predicate, QuestionError, Score
+    from staticllm.pipelines.decisions.tree import DecisionCancelledError
     from staticllm.pipelines.embedding.embedding_config import EmbeddingConfig, RerankConfig
     from staticllm.pipelines.generation.genai_adapters import Adapter, AdapterConfig
     from staticllm.pipelines.generation.logits_processors import LogitsProcessor
@@ -73,12 +78,17 @@ __all__ = [
     "AssistantMessage",
     "BlobError",
     "BusyError",
+    "Calibration",
     "CallBegin",
     "CallBroken",
     "CallEnd",
+    "Choice",
     "ClosedError",
     "ConfigError",
     "ContentDelta",
+    "Decision",
+    "DecisionCancelledError",
+    "DecisionHandle",
     "DecodedResults",
     "Device",
     "DeviceError",
@@ -89,21 +99,26 @@ __all__ = [
     "GeneratedText",
     "GenerationConfigError",
     "GenerationHandle",
+    "Level",
     "LogitsProcessor",
     "ModelError",
     "NumericalError",
+    "Option",
     "PerfMetrics",
     "Plan",
     "Policy",
+    "Predicate",
     "ProcessLostError",
     "ProgressEvent",
     "PromptError",
     "PromptTooLongError",
+    "QuestionError",
     "ReasoningDelta",
     "RequestStatus",
     "RequestView",
     "RerankConfig",
     "RerankHandle",
+    "Score",
     "SnapshotError",
     "StaticEmbeddingPipeline",
     "StaticLLMConfig",
@@ -132,6 +147,13 @@ _LAZY = {
     "StaticLLMConfig": "config",
     **dict.fromkeys(("FinishReason", "ProgressEvent", "Variant"), "core"),
     **dict.fromkeys((name for name in __all__ if name.endswith("Error")), "errors"),
+    "Calibration": "pipelines.decisions.calibration",
+    "Decision": "pipelines.decisions.answers",
+    "DecisionCancelledError": "pipelines.decisions.tree",
+    "DecisionHandle": "pipelines.decisions.handle",
+    **dict.fromkeys(
+        ("Choice", "Level", "Option", "Predicate", "QuestionError", "Score"), "pipelines.decisions.questions"
+    ),
     "PerfMetrics": "metrics",
     "demo_model_path": "model_dir",
     **dict.fromkeys(("AssistantMessage", "DecodedResults", "EncodedResults", "GeneratedText", "ToolCall"), "results"),

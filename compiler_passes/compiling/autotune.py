@@ -68,7 +68,7 @@ class ProbeTimes(Protocol):
 
 
 @dataclass(frozen=True)
-class Calibration:
+class Tuning:
     """The properties of each part of a model.
 
     ``few_rows``: the most rows of a call of the part ``few_rows``. ``speedup``: how many times faster the matrices of these calls
@@ -87,7 +87,7 @@ def calibrated(
     phases: Mapping[Part, Properties],
     layout: ProgramLayout,
     kept: ProbeTimes | None = None,
-) -> Calibration:
+) -> Tuning:
     """Return the properties of each part of ``model``: those in ``phases``, and those that a probe found to be faster.
 
     Properties that the user set are never changed. On the CPU a program with one matrix per shape in the model is timed with
@@ -98,12 +98,12 @@ def calibrated(
     found = dict(phases)
     matrices = repeated_matrices(model) if kind(device) == "CPU" else []
     if not matrices:
-        return Calibration(found)
+        return Tuning(found)
     if _num_weights(matrices) < LEAST_WEIGHTS:
         first = Probe(core, device, matrices[:1])  # for both phases, so that equal properties are tried once
         if all(_runs_unquantized(core, device, first, properties) for properties in phases.values()):
             found.update({phase: {GROUP_SIZE: 0, **properties} for phase, properties in phases.items()})
-        return Calibration(found)
+        return Tuning(found)
     probe = Probe(core, device, matrices, kept)
     if not any(GROUP_SIZE in properties for properties in phases.values()) and probe.takes_large_groups:
         own = phases["prefill"]
@@ -111,10 +111,10 @@ def calibrated(
         if seconds >= WORTH_IT * larger_seconds:
             found.update({phase: {**properties, GROUP_SIZE: LARGE_GROUP} for phase, properties in phases.items()})
     if layout not in ("few_rows", "separate", "blocks"):
-        return Calibration(found)
+        return Tuning(found)
     few = _for_few_rows(probe, found["generate"], phases)
     found["few_rows"] = few.properties
-    return Calibration(found, few.num_rows, few.speedup)
+    return Tuning(found, few.num_rows, few.speedup)
 
 
 def for_all_rows(

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .questions import Choice, Predicate, Question, Score, Value
+from .questions import Choice, Predicate, Question, Value
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,9 @@ class PredicateAnswer:
     """How probable it is that a statement holds."""
 
     name: str | None
+    """The name of the question."""
     probability: float
+    """That of yes, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -26,50 +28,59 @@ class OptionProbability:
     """The probability of one option of a choice."""
 
     value: Value
+    """The option's."""
     probability: float
+    """0 to 1; those of all options add up to 1."""
 
 
 @dataclass(frozen=True)
 class ChoiceAnswer:
-    """The most probable option, the first of several, and the probability of each, in the order of the question.
-
-    ``confidence``: how far the highest probability is above that of a guess, 0 to 1 (``choice_confidence``).
-    """
+    """Which option is the most probable."""
 
     name: str | None
+    """The name of the question."""
     choice: Value
+    """The most probable option, the first of several."""
     confidence: float
+    """How far its probability is above that of a guess, 0 to 1 (``choice_confidence``)."""
     probabilities: tuple[OptionProbability, ...]
+    """In the order of the question."""
 
 
 @dataclass(frozen=True)
 class LevelProbability:
-    """The probability of one level of a score. ``value``: its number, 0 for the lowest."""
+    """The probability of one level of a score."""
 
     label: str
+    """The level's."""
     value: int
+    """Its number, 0 for the lowest."""
     probability: float
+    """0 to 1; those of all levels add up to 1."""
 
 
 @dataclass(frozen=True)
 class ScoreAnswer:
-    """The expected number of the level, and the probability of each, the lowest first.
-
-    ``confidence``: how close the levels are to the most probable one, 0 to 1 (``score_confidence``).
-    """
+    """How much it is."""
 
     name: str | None
+    """The name of the question."""
     score: float
+    """The expected number of the level."""
     confidence: float
+    """How close the levels are to the most probable one, 0 to 1 (``score_confidence``)."""
     probabilities: tuple[LevelProbability, ...]
+    """The lowest first."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A question without an answer: its logits were not finite. The other answers are unharmed."""
+    """A question without an answer. The other answers are unharmed."""
 
     name: str | None
+    """The name of the question."""
     reason: str
+    """Why: its logits were not finite."""
 
 
 Answer: TypeAlias = PredicateAnswer | ChoiceAnswer | ScoreAnswer | Refusal
@@ -77,31 +88,28 @@ Answer: TypeAlias = PredicateAnswer | ChoiceAnswer | ScoreAnswer | Refusal
 
 @dataclass(frozen=True)
 class DecisionUsage:
-    """The tokens of a decision.
-
-    Attributes:
-        input_tokens: Those of the state once, and those of each question once, however often they are shown.
-        state_tokens: Those of the state.
-        cached_tokens: Those of the state that an earlier request had computed.
-        device_tokens: The rows that the device ran for it: the new ones of the state, the questions, the orders, the labels.
-    """
+    """The tokens of a decision."""
 
     input_tokens: int
+    """Those of the state once, and those of each question once, however often they are shown."""
     state_tokens: int
+    """Those of the state."""
     cached_tokens: int
+    """Those of the state that an earlier request had computed."""
     device_tokens: int
+    """The rows that the device ran: the new ones of the state, the questions, their orders, the labels."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The answers to the questions about one state, in the order of the questions.
-
-    ``is_calibrated``: whether probabilities are those of a calibration.
-    """
+    """The answers to the questions about one state."""
 
     answers: tuple[Answer, ...]
+    """In the order of the questions."""
     usage: DecisionUsage
+    """What it took."""
     is_calibrated: bool = False
+    """Whether the probabilities are those of a calibration."""
 
 
 def softmax(scores: Sequence[float] | NDArray[np.float64], heat: float = 1.0) -> NDArray[np.float64]:
@@ -146,4 +154,3 @@ def score_confidence(probabilities: Sequence[float]) -> float:
     spread = sum(p * abs(place - mode) for place, p in enumerate(probabilities))
     middle = sum(abs(place - (count - 1) / 2) for place in range(count)) / count
     return max(0.0, 1 - spread / middle)
-

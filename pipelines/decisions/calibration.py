@@ -31,14 +31,17 @@ def kind_of(question: Question) -> str:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A temperature per type of question: log-probabilities are divided by it. 1 changes nothing."""
+    """Temperatures by which log-probabilities are divided before they become probabilities."""
 
     temperatures: Mapping[str, float] = field(default_factory=dict)
+    """Those of ``predicate``, ``choice`` and ``score``; 1, which changes nothing, for a type without one."""
 
     def __post_init__(self) -> None:
         for kind, heat in self.temperatures.items():
             if kind not in KINDS or isinstance(heat, bool) or not isinstance(heat, int | float):
-                raise ConfigError(f"a calibration of {shown(kind)} with {shown(heat)}: must be numbers for {', '.join(KINDS)}")
+                raise ConfigError(
+                    f"a calibration of {shown(kind)} with {shown(heat)}: must be numbers for {', '.join(KINDS)}"
+                )
             if not LEAST <= heat <= MOST:
                 raise ConfigError(f"the temperature {heat} of {kind}: must be from {LEAST} to {MOST}; fit it again")
 
@@ -61,7 +64,9 @@ class Calibration:
         try:
             found = json.loads(file.read_text(encoding="utf-8"))["temperatures"]
         except OSError as error:
-            raise ConfigError(f"{file} cannot be read ({error.strerror}): fit one with `staticllm calibrate`") from error
+            raise ConfigError(
+                f"{file} cannot be read ({error.strerror}): fit one with `staticllm calibrate`"
+            ) from error
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{file} is no calibration: fit one with `staticllm calibrate`") from error
         if not isinstance(found, dict):
@@ -117,6 +122,7 @@ def quality_of(examples: Sequence[Example], heat: float = 1.0) -> Quality:
 
 def fitted(examples: Sequence[Example]) -> float:
     """Return the temperature with the least log-loss, by golden section on its logarithm; 1 if no other is better."""
+
     def loss(heat: float) -> float:
         return quality_of(examples, heat).log_loss
 
@@ -127,4 +133,3 @@ def fitted(examples: Sequence[Example]) -> float:
         low, high = (low, second) if loss(math.exp(first)) < loss(math.exp(second)) else (first, high)
     found = min(max(math.exp((low + high) / 2), LEAST), MOST)
     return found if loss(found) < loss(1.0) else 1.0
-

@@ -17,8 +17,8 @@ from ..engine.client_sequences.sequence import SequenceEngine
 from ..text.tokenizer_tools import TokenizerTools
 from .answers import Decision, DecisionUsage, answer_of, softmax
 from .calibration import Calibration
-from .prompts import MAX_ORDERS, DecisionPrompts, Reading, Shown, state_text
-from .questions import Predicate, Question, checked
+from .prompts import MAX_ORDERS, DecisionPrompts, Shown, state_text
+from .questions import Predicate, Question, Reading, checked
 from .tree import TreeRun, TreeScores
 
 READINGS: tuple[Reading, ...] = ("list", "branches")
@@ -27,11 +27,24 @@ DEFAULT_ORDERS = 2
 
 
 @dataclass(frozen=True)
-class Limits:
+class DecisionLimits:
     """What a decision may have. ``max_len``: tokens of a state with one question; ``max_waiting``: decisions at a time."""
 
     max_len: int
     max_waiting: int
+
+
+@dataclass(frozen=True)
+class AskedQuestion:
+    """How a question is shown: a text per order of its options, or in branches one per option."""
+
+    texts: tuple[Shown, ...]
+    reading: Reading
+
+    @property
+    def longest(self) -> int:
+        """The most tokens behind the state."""
+        return max(len(text.tokens) + max(map(len, text.labels)) for text in self.texts)
 
 
 @dataclass(frozen=True)
@@ -41,27 +54,25 @@ class DecisionOrder:
     Attributes:
         state: Tokens of the state.
         questions: The questions.
-        shown: For each of them how it is shown: once, or once per order or option.
-        reading: How options are shown.
+        shown: How each of them is shown.
         calibration: Temperatures; None for 1.
     """
 
     state: tuple[int, ...]
     questions: tuple[Question, ...]
-    shown: tuple[tuple[Shown, ...], ...]
-    reading: Reading
+    shown: tuple[AskedQuestion, ...]
     calibration: Calibration | None
 
     @property
     def num_tokens(self) -> int:
         """The tokens of the state once, and of each question once."""
-        return len(self.state) + sum(len(found[0].tokens) for found in self.shown)
+        return len(self.state) + sum(len(found.texts[0].tokens) for found in self.shown)
 
 
 class Decider:
     """Answers questions with the model of one engine. Any thread may call the methods."""
 
-    def __init__(self, engine: SequenceEngine, tools: TokenizerTools, limits: Limits) -> None:
+    def __init__(self, engine: SequenceEngine, tools: TokenizerTools, limits: DecisionLimits) -> None:
         self._engine = engine
         self._prompts = DecisionPrompts(tools)
         self._limits = limits
@@ -94,16 +105,23 @@ class Decider:
             raise ConfigError(f"calibration={shown(calibration)}: must be a Calibration, or None")
         asked = checked(questions)
         ids = tuple(self._prompts.state(state_text(state)))
+        room = self._limits.max_len - len(ids)
         found = tuple(
-            tuple(self._prompts.shown(question, reading, orders, ("questions", place)))
-            for place, question in enumerate(asked)
+            self._asked(question, reading, orders, room, ("questions", place)) for place, question in enumerate(asked)
         )
-        longest = max(
-            len(each.tokens) + max(map(len, each.labels)) for several in found for each in several
-        )
-        if len(ids) + longest > self._limits.max_len:
+        longest = max(each.longest for each in found)
+        if longest > room:
             raise PromptTooLongError(len(ids) + longest, self._limits.max_len)
-        return DecisionOrder(ids, asked, found, reading, calibration)
+        return DecisionOrder(ids, asked, found, calibration)
+
+    def _asked(
+        self, question: Question, reading: Reading, orders: int, room: int, path: Sequence[str | int]
+    ) -> AskedQuestion:
+        """Return how a question is shown. A list that is longer than the model can have is read in branches."""
+        found = AskedQuestion(tuple(self._prompts.shown(question, reading, orders, path)), reading)
+        if found.longest <= room or reading == "branches":
+            return found
+        return AskedQuestion(tuple(self._prompts.shown(question, "branches", 1, path)), "branches")
 
     @contextmanager
     def running(self, priority: int, deadline_ms: float | None) -> Iterator[TreeRun]:
@@ -129,14 +147,14 @@ class Decider:
         """Run an order, and return its answers.
 
         Raises:
-            Cancelled: the run was cancelled, or its time was over.
+            DecisionCancelledError: the run was cancelled, or its time was over.
             ClosedError: the engine was closed.
         """
-        scores = run.run(order.state, [each for several in order.shown for each in several])
+        scores = run.run(order.state, [text for asked in order.shown for text in asked.texts])
         labels = iter(scores.labels)
         answers = [
-            answer_of(question, _probabilities(question, several, [next(labels) for _ in several], order))
-            for question, several in zip(order.questions, order.shown, strict=True)
+            answer_of(question, _probabilities(question, asked, [next(labels) for _ in asked.texts], order.calibration))
+            for question, asked in zip(order.questions, order.shown, strict=True)
         ]
         return Decision(tuple(answers), _usage(order, scores), order.calibration is not None)
 
@@ -146,15 +164,17 @@ def _usage(order: DecisionOrder, scores: TreeScores) -> DecisionUsage:
 
 
 def _probabilities(
-    question: Question, several: Sequence[Shown], scores: Sequence[NDArray[np.float64]], order: DecisionOrder
+    question: Question,
+    asked: AskedQuestion,
+    scores: Sequence[NDArray[np.float64]],
+    calibration: Calibration | None,
 ) -> list[float]:
     """Return the probability of each option of a question: the mean of those of its orders, or one branch for each."""
-    heat = 1.0 if order.calibration is None else order.calibration.temperature_of(question)
-    if order.reading == "branches" and not isinstance(question, Predicate):
-        yes = np.array([softmax(each, 1.0)[0] for each in scores])
+    heat = 1.0 if calibration is None else calibration.temperature_of(question)
+    if asked.reading == "branches" and not isinstance(question, Predicate):
+        yes = np.array([softmax(each)[0] for each in scores])
         return softmax(np.log(np.maximum(yes, np.finfo(np.float64).tiny)), heat).tolist()  # type: ignore[no-any-return]
-    total = np.zeros(len(several[0].places))
-    for each, found in zip(several, scores, strict=True):
-        total[list(each.places)] += softmax(found, heat)
-    return (total / len(several)).tolist()  # type: ignore[no-any-return]
-
+    total = np.zeros(len(asked.texts[0].places))
+    for text, found in zip(asked.texts, scores, strict=True):
+        total[list(text.places)] += softmax(found, heat)
+    return (total / len(asked.texts)).tolist()  # type: ignore[no-any-return]

@@ -21,7 +21,7 @@ class DecisionHandle:
     def __init__(self, decider: Decider, order: DecisionOrder, priority: int, deadline_ms: float | None) -> None:
         running = decider.running(priority, deadline_ms)
         self._run = running.__enter__()
-        self._found = _Found()
+        self._found = _Outcome()
         try:
             self._thread = start_thread(_reader(decider, order, self._run, running, self._found), "staticllm-decision")
         except BaseException:
@@ -74,7 +74,7 @@ class DecisionHandle:
         self._run.set_priority(priority)
 
 
-class _Found:
+class _Outcome:
     """What the thread of a handle has found."""
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class _Found:
 
 
 def _reader(
-    decider: Decider, order: DecisionOrder, run: TreeRun, running: AbstractContextManager[TreeRun], found: _Found
+    decider: Decider, order: DecisionOrder, run: TreeRun, running: AbstractContextManager[TreeRun], found: _Outcome
 ) -> Callable[[], None]:
     """Return what the thread runs. It does not hold the handle, which would then never be collected."""
 

@@ -1,29 +1,28 @@
 """Makes token ids of a state and of questions about it, so that all questions of one state begin with the same tokens.
 
-The prompt is one message of the user: the state, an empty line, and the question. State and question are tokenized on their own, so
-that the tokens of the state depend on nothing but the state.
+The prompt is one message of the user: what to do, the state, and the question. What is the same for all questions comes before
+the state, so that it runs once. State and question are tokenized on their own: the tokens of a state depend on nothing else.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from staticllm.errors import PromptError, encoding
 
-from ..text.chat_prompt import Prompt
 from ..text.inputs import real_ids
 from ..text.tokenizer_tools import TokenizerTools
-from .questions import Choice, Level, Option, Predicate, Question, QuestionError
+from .questions import Choice, Level, Option, Predicate, Question, QuestionError, Reading
 
-Reading = Literal["list", "branches"]
-"""How the options of a question are shown: all in a list, or each in a branch of its own, which shows no other option."""
 MAX_ORDERS = 4
 _PLACE = "\ue000"
 """Stands for the message when a template is rendered once for all; a character that no text uses."""
+_TASK = "Read the text and choose the option that is right. Answer with that option only.\n\nText: "
 _GAP = "\n\n"
+"""``scripts/bench_decisions.py`` has chosen the words: shorter ones lose answers, longer ones gain none."""
 YES, NO = "yes", "no"
 
 
@@ -68,7 +67,7 @@ class DecisionPrompts:
 
     def state(self, text: str) -> list[int]:
         """Return the tokens of a state, with what the template writes before it."""
-        return self._ids(self._frame().before + self._neutral(text) + _GAP)
+        return self._ids(self._frame().before + _TASK + self._neutral(text) + _GAP)
 
     def shown(self, question: Question, reading: Reading, orders: int, path: Sequence[str | int]) -> list[Shown]:
         """Return how a question is shown: once per order of its options, or once per option.
@@ -82,18 +81,21 @@ class DecisionPrompts:
         if reading == "branches":
             self._check_different([self._label(text) for text in texts], texts, path)
             lines = _lines_of(question, texts)
-            return [self._asked(_proposal(question, line), (YES, NO), (place, place), path) for place, line in enumerate(lines)]
+            return [
+                self._asked(_proposal(question, line), (YES, NO), (place, place), path)
+                for place, line in enumerate(lines)
+            ]
         is_choice = isinstance(question, Choice)
         found = orders_of(len(texts), orders) if is_choice else [list(range(len(texts)))]
         lines = _lines_of(question, texts)
         return [
-            self._asked(_listing(question, [lines[place] for place in order]), [texts[place] for place in order], order, path)
+            self._asked(
+                _listing(question, [lines[place] for place in order]), [texts[place] for place in order], order, path
+            )
             for order in found
         ]
 
-    def _asked(
-        self, text: str, labels: Sequence[str], places: Sequence[int], path: Sequence[str | int]
-    ) -> Shown:
+    def _asked(self, text: str, labels: Sequence[str], places: Sequence[int], path: Sequence[str | int]) -> Shown:
         frame = self._frame()
         tokens = self._ids(self._neutral(text) + frame.after)
         found = [self._label(label) for label in labels]
@@ -129,7 +131,7 @@ class DecisionPrompts:
         """Return a text in which no part is a special token: a blank divides each, so that nothing forges a turn."""
         special = self._tools.special_tokens
         found = {token for token in self._ids(text) if special.is_special(token)}
-        for name in sorted((str(self._tools.tokenizer.decode([token], skip_special_tokens=False)) for token in found)):
+        for name in sorted(str(self._tools.tokenizer.decode([token], skip_special_tokens=False)) for token in found):
             text = text.replace(name, f"{name[:1]} {name[1:]}")
         return text
 
@@ -148,7 +150,9 @@ class DecisionPrompts:
         if not found:
             raise PromptError("the chat template does not show the user's message: set another on the tokenizer")
         if conversations.always_thinks(template, asked):
-            raise PromptError("the model thinks before every answer, and its template has no way to turn that off: ask another model")
+            raise PromptError(
+                "the model thinks before every answer, and its template has no way to turn that off: ask another model"
+            )
         talked = self._rendered(template, [_user("a"), {"role": "assistant", "content": _PLACE}, _user("b")])
         rest = self._ids(talked.partition(_PLACE)[2])
         is_end = bool(rest) and self._tools.special_tokens.is_special(rest[0])
@@ -222,19 +226,18 @@ def _lines_of(question: Question, texts: Sequence[str]) -> list[str]:
 
 
 def _statement(question: Predicate) -> str:
-    meant = [f"{label}: {text}\n" for label, text in ((YES, question.if_true), (NO, question.if_false)) if text]
-    return f"Statement: {question.instructions}\n{''.join(meant)}Is the statement true? Answer with {YES} or {NO}."
+    meant = ((YES, question.if_true), (NO, question.if_false))
+    items = [f"{label}: {text}" if text else label for label, text in meant]
+    return f"Statement: {question.instructions}\nIs the statement true?\n{_items(items)}"
 
 
 def _listing(question: Question, lines: Sequence[str]) -> str:
-    items = "\n".join(f"- {line}" for line in lines)
-    if isinstance(question, Choice):
-        return f"Question: {question.instructions}\nOptions:\n{items}\nAnswer with the name of one option only."
-    return f"Question: {question.instructions}\nLevels, the lowest first:\n{items}\nAnswer with one level only."
+    return f"Question: {question.instructions}\n{_items(lines)}"
 
 
 def _proposal(question: Question, line: str) -> str:
-    return (
-        f"Question: {question.instructions}\nProposed answer: {line}\n"
-        f"Is the proposed answer right? Answer with {YES} or {NO}."
-    )
+    return f"Question: {question.instructions}\nProposed answer: {line}\nIs the answer right?\n{_items((YES, NO))}"
+
+
+def _items(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from staticllm.errors import PromptError, shown
 
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255
 MAX_LEVELS = 10
+Reading = Literal["list", "branches"]
+"""How the options of a question are shown: all in a list, or each in a branch of its own, which shows no other option."""
 Value: TypeAlias = str | bool
 """What names an option. ``True`` and ``"true"`` are two."""
 
@@ -32,64 +34,60 @@ class QuestionError(PromptError):
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a choice. ``description``: what it stands for, which the model reads beside the value."""
+    """One option of a choice."""
 
     value: Value
+    """Names it: text, or a boolean."""
     description: str | None = None
+    """Says what it stands for; the model reads both."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """One level of a score. ``description``: what it stands for, which the model reads beside the label."""
+    """One level of a score."""
 
     label: str
+    """Names it."""
     description: str | None = None
+    """Says what it stands for; the model reads both."""
 
 
 @dataclass(frozen=True)
 class Predicate:
-    """Whether a statement holds.
-
-    Attributes:
-        instructions: The statement, or a question that is answered with yes or no.
-        name: Names the answer; the model does not read it.
-        if_true, if_false: What yes and no stand for.
-    """
+    """Whether a statement holds."""
 
     instructions: str
+    """The statement, or a question that is answered with yes or no."""
     name: str | None = None
+    """Names the answer; the model does not read it."""
     if_true: str | None = None
+    """What yes stands for."""
     if_false: str | None = None
+    """What no stands for."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which of 2 to 255 options. A value alone is an option without a description.
-
-    Attributes:
-        instructions: The question.
-        options: ``Option`` values, strings or booleans, all different.
-        name: Names the answer; the model does not read it.
-    """
+    """Which of several options."""
 
     instructions: str
+    """The question."""
     options: Sequence[Option | Value]
+    """2 to 255 different ones; a text or a boolean is an option without a description."""
     name: str | None = None
+    """Names the answer; the model does not read it."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """How much of something, on 2 to 10 levels. A label alone is a level without a description.
-
-    Attributes:
-        instructions: The question.
-        levels: ``Level`` values or strings, the lowest first, all different.
-        name: Names the answer; the model does not read it.
-    """
+    """How much of something."""
 
     instructions: str
+    """The question."""
     levels: Sequence[Level | str]
+    """2 to 10 different ones, the lowest first; a text is a level without a description."""
     name: str | None = None
+    """Names the answer; the model does not read it."""
 
 
 Question: TypeAlias = Predicate | Choice | Score
@@ -104,7 +102,9 @@ def checked(questions: Sequence[Question]) -> tuple[Question, ...]:
     if isinstance(questions, Predicate | Choice | Score):
         questions = (questions,)
     if not isinstance(questions, Sequence) or isinstance(questions, str | bytes):
-        raise QuestionError(f"questions={shown(questions)}: must be a list of Predicate, Choice and Score", ("questions",))
+        raise QuestionError(
+            f"questions={shown(questions)}: must be a list of Predicate, Choice and Score", ("questions",)
+        )
     if not 1 <= len(questions) <= MAX_QUESTIONS:
         raise QuestionError(
             f"{len(questions)} questions: there must be 1 to {MAX_QUESTIONS}; ask in several calls, the state stays cached",
@@ -145,7 +145,9 @@ def _options(items: Sequence[object], path: tuple[str | int, ...]) -> tuple[Opti
         here = (*path, place)
         option = item if isinstance(item, Option) else Option(item)  # type: ignore[arg-type]
         if not isinstance(option.value, str | bool):
-            raise QuestionError(f"{_at(here)} is {shown(option.value)}: must be a string or a boolean", (*here, "value"))
+            raise QuestionError(
+                f"{_at(here)} is {shown(option.value)}: must be a string or a boolean", (*here, "value")
+            )
         if isinstance(option.value, str):
             _check_text(option.value, (*here, "value"))
         _check_description(option.description, here)

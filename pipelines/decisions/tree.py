@@ -95,7 +95,7 @@ class TreeScores:
     num_fed: int
 
 
-class Cancelled(StaticLLMError):
+class DecisionCancelledError(StaticLLMError):
     """A decision was cancelled, or its time was over."""
 
 
@@ -115,7 +115,7 @@ class TreeRun:
         self._num_fed = 0
 
     def cancel(self) -> None:
-        """End the run before the next device call; ``run`` raises ``Cancelled``."""
+        """End the run before the next device call; ``run`` raises ``DecisionCancelledError``."""
         self.is_cancelled = True
         self._results.put(None)
 
@@ -130,13 +130,11 @@ class TreeRun:
         """Return the scores of all labels.
 
         Raises:
-            Cancelled: ``cancel`` was called, or the deadline is over.
+            DecisionCancelledError: ``cancel`` was called, or the deadline is over.
             PromptTooLongError, PromptError: state and question have more tokens than the model can have.
             ClosedError: the engine was closed.
         """
-        root = ClientSequence(
-            self._engine, self._priority, self._owner, prefix=state, on_open=lambda length: self._results.put(length)
-        )
+        root = ClientSequence(self._engine, self._priority, self._owner, prefix=state, on_open=self._results.put)
         found = [np.full(len(shown.labels), np.nan) for shown in questions]
         try:
             num_cached = self._run_state(root, state)
@@ -215,13 +213,13 @@ class TreeRun:
         while not self.is_cancelled:
             left = POLL_SECONDS if self._deadline is None else min(POLL_SECONDS, self._deadline - time.perf_counter())
             if left <= 0:
-                raise Cancelled("the decision took longer than its deadline")
+                raise DecisionCancelledError("the decision took longer than its deadline")
             with suppress(queue.Empty):
                 found = self._results.get(timeout=left)
                 if found is not None:
                     assert isinstance(found, kind)
                     return found
-        raise Cancelled("the decision was cancelled")
+        raise DecisionCancelledError("the decision was cancelled")
 
     def _ready(self) -> Iterator[tuple[_Job, FeedResult]]:
         """Yield the results that are there, at least one."""

@@ -204,7 +204,7 @@ class BatchBuilder:
     def _entry(self, state: SequenceState, count: int, is_prefill: bool) -> BatchEntry:
         assert state.kv.sequence is not None
         start = len(state.kv.sequence)
-        if state.is_exact:
+        if state.is_exact and self._runner.cache.least_exact > 1:
             count = _without_single_rows(count, len(state.tokens) - start)
         tokens = np.asarray(state.tokens[start : start + count], np.int64)
         num_logits = state.num_logits(start, len(tokens))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from staticllm.core import FinishReason
 
 from ..generation.grammar_mask import GrammarLimitError
-from ..generation.sampler import Choice
+from ..generation.sampler import SampledToken
 from ..programs.model_runner import Logits, SegmentResult, StepResult, not_finite
 from ..scheduling.interface import RequestStatus
 from .batch import BatchEntry
@@ -85,7 +85,7 @@ class Chooser:
         else:
             self._serving.end(state, FinishReason.ERROR, error)
 
-    def _add_token(self, state: AnswerState, choice: Choice) -> None:
+    def _add_token(self, state: AnswerState, choice: SampledToken) -> None:
         if (reason := state.add(choice)) is not None:
             self._serving.end(state, reason)
             return

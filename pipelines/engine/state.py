@@ -18,7 +18,7 @@ from ..generation.drafts import AnswerDrafts, Draft, DraftParams
 from ..generation.filters import Logits
 from ..generation.grammar_mask import ForcedTokens, GrammarMask, Grammars
 from ..generation.logits_processors import LogitsProcessor, processors_for
-from ..generation.sampler import Choice, Sampler
+from ..generation.sampler import SampledToken, Sampler
 from ..profiling.records import EngineProgress, RequestProgress, RequestRecord
 from ..programs.model_runner import ModelRunner, SegmentResult
 from ..scheduling.request_table import RequestInfo
@@ -93,7 +93,7 @@ class AnswerState(SequenceState):
         """Prepare the choice of the next token, while the device computes its logits."""
         self.sampler.prepare()
 
-    def sample(self, logits: Logits, argmax: int | None = None) -> Choice:
+    def sample(self, logits: Logits, argmax: int | None = None) -> SampledToken:
         """Choose the next token from ``logits [vocab]``; ``argmax`` is the index of the largest, if known. ``add`` adds it.
 
         Raises:
@@ -104,7 +104,7 @@ class AnswerState(SequenceState):
         self._tally.sampling_seconds += self.clock() - start
         return choice
 
-    def add(self, choice: Choice) -> FinishReason | None:
+    def add(self, choice: SampledToken) -> FinishReason | None:
         """Add a chosen token to the answer. Return why the answer ends with it, None if it continues."""
         reason = self.reason_to_end(choice.token, 1)
         now = self.clock()

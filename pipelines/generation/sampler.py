@@ -25,7 +25,7 @@ from .options.table import SamplingParams
 
 
 @dataclass(frozen=True)
-class Choice:
+class SampledToken:
     """A chosen token and its log-probability under the model's own logits if that was requested.
 
     Otherwise it is the one that a drawn token was drawn with, and 0.0 in greedy decoding, as in GenAI.
@@ -47,7 +47,7 @@ class Mirostat:
         self._eta = eta
         self.limit = 2 * tau
 
-    def draw(self, weights: Logits, uniform: float) -> Choice:
+    def draw(self, weights: Logits, uniform: float) -> SampledToken:
         """Return the index that ``uniform``, a number in [0, 1], selects among ``weights [n]``, and move the limit."""
         least = float(weights.sum(dtype=np.float64)) * 2.0 ** -min(self.limit, 1000.0)
         kept = weights * (weights >= min(least, float(weights.max())))
@@ -76,7 +76,7 @@ class Sampler:
         for processor in self._preparable:
             processor.prepare()
 
-    def sample(self, logits: Logits, best: int | None = None) -> Choice:
+    def sample(self, logits: Logits, best: int | None = None) -> SampledToken:
         """Return the next token.
 
         Args:
@@ -89,7 +89,7 @@ class Sampler:
         """
         processed = self._processed(logits)
         if best is not None and processed is logits and not self._params.do_sample:
-            choice = Choice(best, 0.0)
+            choice = SampledToken(best, 0.0)
         else:
             choice = self._choose(processed)
         for refusing in self._refusing:
@@ -97,13 +97,13 @@ class Sampler:
         for processor in self.processors:
             processor.accept(choice.token)
         if self._params.wants_logprobs:
-            return Choice(choice.token, _log_probability(logits, choice.token))
+            return SampledToken(choice.token, _log_probability(logits, choice.token))
         return choice
 
-    def _choose(self, processed: Logits) -> Choice:
-        return self._draw(processed) if self._params.do_sample else Choice(int(np.argmax(processed)), 0.0)
+    def _choose(self, processed: Logits) -> SampledToken:
+        return self._draw(processed) if self._params.do_sample else SampledToken(int(np.argmax(processed)), 0.0)
 
-    def _not_refused(self, processor: Refusing, choice: Choice, processed: Logits) -> Choice:
+    def _not_refused(self, processor: Refusing, choice: SampledToken, processed: Logits) -> SampledToken:
         """Return ``choice``, or another one from logits ``[vocab]`` if a processor refuses it."""
         left = processed
         num_refused = 0
@@ -134,7 +134,7 @@ class Sampler:
             )
         return processed
 
-    def _draw(self, logits: Logits) -> Choice:
+    def _draw(self, logits: Logits) -> SampledToken:
         params = self._params
         uniform = self._rng.random()
         if self._mirostat is not None:
@@ -144,13 +144,13 @@ class Sampler:
             return _drawn(_kept_weights(logits, params, excludes_top), uniform)
         candidates = largest(logits, params.top_k)
         drawn = _drawn(_kept_weights(logits[candidates], params, excludes_top), uniform)
-        return Choice(int(candidates[drawn.token]), drawn.logprob)
+        return SampledToken(int(candidates[drawn.token]), drawn.logprob)
 
 
-def _drawn(weights: Logits, uniform: float) -> Choice:
+def _drawn(weights: Logits, uniform: float) -> SampledToken:
     """Return the index that ``uniform``, a number in [0, 1], selects among ``weights [n]``, and the logarithm of its share."""
     index = draw(weights, uniform)
-    return Choice(index, math.log(weights[index] / weights.sum()))
+    return SampledToken(index, math.log(weights[index] / weights.sum()))
 
 
 def _kept_weights(logits: Logits, params: SamplingParams, excludes_top: bool) -> Logits:

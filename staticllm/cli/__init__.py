@@ -28,6 +28,8 @@ _SECTIONS = {
         "embed": ("embed.embed", "Turn texts into vectors."),
         "rerank": ("embed.rerank", "Sort texts by a query."),
         "transcribe": ("transcribe.transcribe", "Write what is said in recordings."),
+        "decide": ("decide.decide", "Answer typed questions with probabilities."),
+        "calibrate": ("decide.calibrate", "Fit temperatures to questions with known answers."),
         "export": ("export.command", "Make a model directory of a Hugging Face model."),
     },
     "Keep models": {

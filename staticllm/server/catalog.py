@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -232,7 +233,18 @@ def context_length(model: ServedModel, settings: ServerSettings) -> int | None:
 
 
 def model_list(state: ServerState) -> dict[str, Any]:
-    return {"object": "list", "data": [describe(state, model) for model in state.hub.models.values()]}
+    """Return all models: ``data`` as OpenAI's API has them, ``models`` those of chats as TypeSafe's has them."""
+    models = state.hub.models.values()
+    asked = [
+        {
+            "name": model.spec.name,
+            "description": f"{model.kind.what} that answers questions",
+            "release_date": time.strftime("%Y-%m-%d", time.gmtime(model.created)),
+        }
+        for model in models
+        if model.spec.kind == "chat"
+    ]
+    return {"object": "list", "data": [describe(state, model) for model in models], "models": asked}
 
 
 def describe(state: ServerState, model: ServedModel) -> dict[str, Any]:

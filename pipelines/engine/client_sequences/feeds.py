@@ -56,7 +56,9 @@ class Feeds:
         state.is_exact = True
         manager = self._serving.device.kv_manager
         conditions = self._serving.device.runner.cache.conditions_at(PLAIN, len(tokens))
-        found = manager.prefix.attach([*tokens, tokens[-1]], manager.sequences(), conditions)  # nothing is computed before the last
+        found = manager.prefix.attach(
+            [*tokens, tokens[-1]], manager.sequences(), conditions
+        )  # nothing is computed before the last
         manager.idle.remove(state)
         state.take_cached(found)
         manager.idle.add(state)

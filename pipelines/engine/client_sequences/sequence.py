@@ -138,9 +138,7 @@ class ClientSequence:
         assert self._state is not None, "used before it was opened"
         return self._state
 
-    def _open(
-        self, original: ClientSequence | None, prefix: Sequence[int], on_open: Callable[[int], object]
-    ) -> None:
+    def _open(self, original: ClientSequence | None, prefix: Sequence[int], on_open: Callable[[int], object]) -> None:
         if prefix:
             self._state = self._core.feeds.open_exact(prefix, self.priority, self.owner)
             self.length = len(self._state.tokens)

@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 from ...generation.drafts import Draft
 from ...generation.filters import Logits
-from ...generation.sampler import Choice
+from ...generation.sampler import SampledToken
 from ..state import AnswerState
 
 
@@ -21,7 +21,7 @@ class DraftCheck:
     def __init__(self, state: AnswerState, draft: Draft) -> None:
         self.state = state
         self.draft = draft
-        self.choices: list[Choice] = []
+        self.choices: list[SampledToken] = []
         self.num_accepted = 0
         self.error: Exception | None = None
 

@@ -25,7 +25,7 @@ from ..genai_adapters import adapter_uses
 from ..grammar import Grammar
 from .extra import EXTRA_NAMES, ExtraOptions, check_characters, extra_options
 from .requested_grammar import CONFIG, KEYWORDS, requested_grammar
-from .table import OPTIONS, SAMPLING, UNLIMITED, Option, SamplingParams, read_by, readings
+from .table import OPTIONS, SAMPLING, UNLIMITED, OptionRow, SamplingParams, read_by, readings
 
 NAMES = tuple(
     name
@@ -334,7 +334,7 @@ def in_effect(given: Mapping[str, Any], keywords: Mapping[str, Any]) -> dict[str
     return merged
 
 
-def _nearest(value: Any, bounds: Option) -> Any:
+def _nearest(value: Any, bounds: OptionRow) -> Any:
     """Return a number within bounds. 0 and negative ones stay where only positive ones are possible, to be refused."""
     if not isinstance(value, (int, float)):
         return value

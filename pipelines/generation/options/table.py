@@ -26,7 +26,7 @@ ZERO_SEED = 2**63
 
 
 @dataclass(frozen=True)
-class Option:
+class OptionRow:
     """One row: a number from ``least`` to ``most``."""
 
     default: float
@@ -92,7 +92,7 @@ def _float(value: Any) -> float:
 
 def _row(default: float, least: float, most: float, **rest: Any) -> Any:
     """Return the field of a dataclass whose default and option are one row."""
-    return field(default=default, metadata={"option": Option(default, least, most, **rest)})
+    return field(default=default, metadata={"option": OptionRow(default, least, most, **rest)})
 
 
 @dataclass(frozen=True)
@@ -225,21 +225,21 @@ class SamplingParams:
 
 SEQUENCES = ("dry_breakers", "logit_bias", "bad_words")
 """The fields that hold tuples of tuples."""
-SAMPLING: Mapping[str, Option] = {
+SAMPLING: Mapping[str, OptionRow] = {
     each.name: each.metadata["option"] for each in fields(SamplingParams) if "option" in each.metadata
 }
 """The rows of ``SamplingParams``."""
-OPTIONS: Mapping[str, Option] = {
+OPTIONS: Mapping[str, OptionRow] = {
     **SAMPLING,
-    "num_return_sequences": Option(1, 1, MAX_ANSWERS, apis=()),
-    "best_of": Option(0, 0, MAX_ANSWERS, apis=()),
-    "min_new_tokens": Option(0, 0, MAX_LEN, apis=()),
-    "num_beams": Option(1, 1, MAX_BEAMS, apis=()),
-    "diversity_penalty": Option(0.0, -1e6, 1e6, apis=()),
-    "length_penalty": Option(1.0, -1e3, 1e3, apis=()),
-    "max_ngram_size": Option(0, 0, UNLIMITED, apis=()),
-    "num_assistant_tokens": Option(0, 0, UNLIMITED, apis=()),
-    "assistant_confidence_threshold": Option(0.0, 0.0, 1.0, apis=()),
+    "num_return_sequences": OptionRow(1, 1, MAX_ANSWERS, apis=()),
+    "best_of": OptionRow(0, 0, MAX_ANSWERS, apis=()),
+    "min_new_tokens": OptionRow(0, 0, MAX_LEN, apis=()),
+    "num_beams": OptionRow(1, 1, MAX_BEAMS, apis=()),
+    "diversity_penalty": OptionRow(0.0, -1e6, 1e6, apis=()),
+    "length_penalty": OptionRow(1.0, -1e3, 1e3, apis=()),
+    "max_ngram_size": OptionRow(0, 0, UNLIMITED, apis=()),
+    "num_assistant_tokens": OptionRow(0, 0, UNLIMITED, apis=()),
+    "assistant_confidence_threshold": OptionRow(0.0, 0.0, 1.0, apis=()),
 }
 """All rows by the name of the option. Only those of ``SAMPLING`` have fields over HTTP: what reads these looks there."""
 assert not any(row.apis for name, row in OPTIONS.items() if name not in SAMPLING)

@@ -8,11 +8,11 @@ from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
 from staticllm.errors import PromptTooLongError
-from staticllm.pipelines.decisions.answers import Answer, ChoiceAnswer, Decision, PredicateAnswer, ScoreAnswer
+from staticllm.pipelines.decisions.answers import Decision
 from staticllm.pipelines.decisions.questions import MAX_QUESTIONS, QuestionError
+from staticllm.pipelines.decisions.written import questions_of, state_of, written
 from staticllm.server.answers.fields import IgnoredFields, Text
 from staticllm.server.answers.work import TierFields, is_proactive
-from staticllm.server.decisions.questions import questions_of, state_of
 from staticllm.server.decisions.run import decided
 from staticllm.server.endpoint import ApiCall
 from staticllm.server.http.errors import ApiError, json_response, prompt_too_long
@@ -41,24 +41,8 @@ async def decisions(call: ApiCall, body: DecisionsRequest) -> Response:
     except PromptTooLongError as error:
         raise prompt_too_long(error, "input") from None
     return json_response(
-        {"answers": [_shown(answer) for answer in found.answers], "model": model.spec.name, "usage": _usage(found)}
+        {"answers": [written(answer) for answer in found.answers], "model": model.spec.name, "usage": _usage(found)}
     )
-
-
-def _shown(answer: Answer) -> dict[str, Any]:
-    if isinstance(answer, PredicateAnswer):
-        return {"type": "predicate", "name": answer.name, "probability": answer.probability}
-    if isinstance(answer, ChoiceAnswer):
-        options = [{"value": each.value, "probability": each.probability} for each in answer.probabilities]
-        head = {"type": "choice", "name": answer.name, "choice": answer.choice}
-        return {**head, "confidence": answer.confidence, "probabilities": options}
-    if isinstance(answer, ScoreAnswer):
-        levels = [
-            {"label": each.label, "value": each.value, "probability": each.probability} for each in answer.probabilities
-        ]
-        head = {"type": "score", "name": answer.name, "score": answer.score}
-        return {**head, "confidence": answer.confidence, "probabilities": levels}
-    return {"type": "refusal", "name": answer.name}
 
 
 def _usage(found: Decision) -> dict[str, Any]:

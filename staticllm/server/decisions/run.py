@@ -26,7 +26,9 @@ async def decided(
     async def admitted() -> Decision:
         async with call.state.hub.using(model):
             if model.local_engine is None:
-                raise ApiError(400, f"the model {model.spec.name!r} runs in another process, which answers no questions")
+                raise ApiError(
+                    400, f"the model {model.spec.name!r} runs in another process, which answers no questions"
+                )
             admission = model.admission_of(is_proactive)
             await admission.enter(call.client, priority=priority)
             try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Collection, Iterator
 
 from starlette.requests import Request
@@ -71,14 +72,46 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
     """Return the body of a request.
 
     Raises:
-        ApiError: its headers contradict each other (400), it is too large (413), or takes too long (408).
+        ApiError: its headers contradict each other (400), it is too large (413), takes too long (408), or is in a form that is
+            not read (415).
         ClientDisconnect: the client has gone.
     """
     check_headers(request, max_bytes)
+    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("identity", "zstd"):
+        message = f"Content-Encoding is {coding[:100]!r}: send the body as it is, or as zstd"
+        raise ApiError(415, message, code="unsupported_media_type")
     try:
-        return await asyncio.wait_for(_collected(request, max_bytes), seconds)
+        data = await asyncio.wait_for(_collected(request, max_bytes), seconds)
     except TimeoutError:
         raise too_slow(seconds) from None
+    return data if coding == "identity" else _expanded(data, max_bytes)
+
+
+def _expanded(data: bytes, max_bytes: int) -> bytes:
+    """Return what zstd has made smaller.
+
+    Raises:
+        ApiError: it is damaged (400) or larger than ``max_bytes`` (413), or this Python cannot read it (415).
+    """
+    try:
+        if sys.version_info >= (3, 14):
+            from compression import zstd
+        else:
+            from backports import zstd
+    except ImportError:
+        message = 'zstd cannot be read: send the body as it is, or serve with pip install "staticllm[server]"'
+        raise ApiError(415, message, code="unsupported_media_type") from None
+    reader = zstd.ZstdDecompressor()
+    try:
+        found = reader.decompress(data, max_length=max_bytes + 1)
+    except zstd.ZstdError as error:
+        raise ApiError(400, f"the body is not valid zstd: {error}", code="invalid_body") from None
+    if len(found) > max_bytes:
+        raise too_large(max_bytes)
+    if not reader.eof or reader.unused_data:
+        raise ApiError(400, "the body is not one whole frame of zstd", code="invalid_body")
+    return found
 
 
 def check_headers(request: Request, max_bytes: int, knob: str = "--max-body-mb") -> None:

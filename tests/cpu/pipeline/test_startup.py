@@ -254,8 +254,8 @@ def probe_finds(few_rows, monkeypatch):
 
     def found(core, device, model, phases, layout, kept):
         if layout == "shared":
-            return autotune.Calibration(dict(phases))
-        return autotune.Calibration({**phases, "few_rows": phases["generate"]}, few_rows)
+            return autotune.Tuning(dict(phases))
+        return autotune.Tuning({**phases, "few_rows": phases["generate"]}, few_rows)
 
     monkeypatch.setattr(decoder_kind, "calibrated", found)
 

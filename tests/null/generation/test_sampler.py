@@ -12,7 +12,7 @@ from staticllm.errors import GenerationConfigError
 from staticllm.pipelines.generation.filters import BLOCK, draw, largest, typical, without_top_choices
 from staticllm.pipelines.generation.logits_processors import processors_for
 from staticllm.pipelines.generation.options.table import SamplingParams
-from staticllm.pipelines.generation.sampler import Choice, Mirostat, Sampler, _kept_weights
+from staticllm.pipelines.generation.sampler import Mirostat, SampledToken, Sampler, _kept_weights
 
 VOCAB = 50
 
@@ -126,7 +126,7 @@ def test_draws_from_a_large_vocabulary_follow_the_distribution():
 
 def test_greedy_takes_the_most_likely_token():
     logits = random_logits(1)
-    assert sampler().sample(logits) == Choice(int(logits.argmax()), 0.0)
+    assert sampler().sample(logits) == SampledToken(int(logits.argmax()), 0.0)
 
 
 def test_log_probabilities_are_those_of_the_models_own_logits():
@@ -242,10 +242,10 @@ class Untouchable:
 
 def test_greedy_without_active_processors_reads_no_logits():
     logits = random_logits(4)
-    assert sampler().sample(Untouchable(), best=7) == Choice(7, 0.0)
+    assert sampler().sample(Untouchable(), best=7) == SampledToken(7, 0.0)
     early = sampler(min_new_tokens=1, stop_token_ids={3})
     early.sample(logits, best=int(logits.argmax()))
-    assert early.sample(Untouchable(), best=3) == Choice(3, 0.0)
+    assert early.sample(Untouchable(), best=3) == SampledToken(3, 0.0)
 
 
 @pytest.mark.parametrize("seed", range(40))

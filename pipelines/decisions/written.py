@@ -1,22 +1,17 @@
-"""``/v1/decisions``: reads the state and the questions of a body, and says where a fault is."""
+"""What is asked and answered, in the JSON of OpenAI's API: questions, the state, answers, and known answers."""
 
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-from staticllm.pipelines.decisions.questions import (
-    Choice,
-    Level,
-    Option,
-    Predicate,
-    Question,
-    QuestionError,
-    Score,
-)
+from .answers import Answer, ChoiceAnswer, PredicateAnswer, ScoreAnswer
+from .questions import Choice, Level, Option, Predicate, Question, QuestionError, Score, checked
 
-Path = tuple[str | int, ...]
+Path: TypeAlias = tuple[str | int, ...]
 MAX_DEPTH = 32
 MAX_VALUES = 10_000
 MAX_BYTES = 256 << 10
@@ -116,13 +111,17 @@ class _Said:
         elif kind in ("function_call_output", "custom_tool_call_output"):
             call = item.get("call_id")
             if not isinstance(call, str) or call not in self._calls:
-                raise QuestionError(f"{_shown(path)} is the output of no call before it: send the call, too", (*path, "call_id"))
+                raise QuestionError(
+                    f"{_shown(path)} is the output of no call before it: send the call, too", (*path, "call_id")
+                )
             self._parts.append((f"{self._calls[call]} returned", _content(item.get("output"), (*path, "output"))))
         elif kind == "message":
             role = item.get("role")
             if role not in ROLES:
                 raise _wrong((*path, "role"), role, f"must be one of {', '.join(ROLES)}")
-            self._parts.append((role, _content(item.get("content"), path if path == ("input",) else (*path, "content"))))
+            self._parts.append(
+                (role, _content(item.get("content"), path if path == ("input",) else (*path, "content")))
+            )
         else:
             raise _wrong((*path, "type"), kind, "must be a message, a call or the output of one")
 
@@ -210,3 +209,59 @@ def _wrong(path: Path, value: object, rule: str) -> QuestionError:
 
 def _shown(path: Path) -> str:
     return ".".join(map(str, path))[:200]
+
+
+def question_of(item: Any) -> Question:
+    """Return one question.
+
+    Raises:
+        QuestionError: as for ``questions_of``.
+    """
+    (found,) = checked(questions_of([item]))
+    return found
+
+
+def written(answer: Answer) -> dict[str, Any]:
+    """Return an answer as OpenAI's API has it."""
+    if isinstance(answer, PredicateAnswer):
+        return {"type": "predicate", "name": answer.name, "probability": answer.probability}
+    if isinstance(answer, ChoiceAnswer):
+        options = [{"value": each.value, "probability": each.probability} for each in answer.probabilities]
+        head = {"type": "choice", "name": answer.name, "choice": answer.choice}
+        return {**head, "confidence": answer.confidence, "probabilities": options}
+    if isinstance(answer, ScoreAnswer):
+        levels = [
+            {"label": each.label, "value": each.value, "probability": each.probability} for each in answer.probabilities
+        ]
+        head = {"type": "score", "name": answer.name, "score": answer.score}
+        return {**head, "confidence": answer.confidence, "probabilities": levels}
+    return {"type": "refusal", "name": answer.name}
+
+
+def right_option(question: Question, answer: Any) -> int:
+    """Return the number of the option that is the known answer to a question; of a predicate, 0 is yes.
+
+    Raises:
+        QuestionError: it is none of the options.
+    """
+    if isinstance(question, Predicate):
+        options: list[Any] = [True, False]
+    elif isinstance(question, Choice):
+        options = [getattr(option, "value", option) for option in question.options]
+    else:
+        options = [getattr(level, "label", level) for level in question.levels]
+    for place, option in enumerate(options):
+        if type(option) is type(answer) and option == answer:
+            return place
+    raise QuestionError(f"the answer {answer!r} is none of {', '.join(map(repr, options))}", ("answer",))
+
+
+def log_probabilities(answer: Answer) -> tuple[float, ...] | None:
+    """Return the logarithm of the probability of each option; None for a refusal."""
+    if isinstance(answer, PredicateAnswer):
+        found = [answer.probability, 1 - answer.probability]
+    elif isinstance(answer, ChoiceAnswer | ScoreAnswer):
+        found = [each.probability for each in answer.probabilities]
+    else:
+        return None
+    return tuple(math.log(max(probability, sys.float_info.min)) for probability in found)
