@@ -336,7 +336,9 @@ class StaticLLMPipeline:
         check_priority(priority)
         check_deadline(deadline_ms)
         if self._decider is None:
-            self._decider = Decider(self.engine, self._tools, DecisionLimits(self.config.max_seq_len, self.config.max_waiting))
+            self._decider = Decider(
+                self.engine, self._tools, DecisionLimits(self.config.max_seq_len, self.config.max_waiting)
+            )
         return self._decider
 
     def check(

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from staticllm.pipelines.decisions.questions import Question
     from staticllm.pipelines.llm_pipeline import StaticLLMPipeline
 
-GROUPS = {"Questions": ("predicate", "choice", "score", "questions"), "Answers": ("reading", "orders", "calibration", "as_json")}
+GROUPS = {
+    "Questions": ("predicate", "choice", "score", "questions"),
+    "Answers": ("reading", "orders", "calibration", "as_json"),
+}
 BAR = 20
 MAX_LINE = 1 << 24
 """The most characters of a line of examples."""
@@ -115,7 +118,9 @@ def calibrate(model: str, examples: str, **options: Any) -> None:
             numbers = (good.accuracy, good.log_loss, good.brier, good.calibration_error)
             rows.append((kind, name, f"{heat:.3f}", str(good.num), *(f"{each:.3f}" for each in numbers)))
     if not temperatures:
-        raise ConfigError(f"{quoted(examples)} has too few examples: at least {2 * MIN_EXAMPLES} of a type, of several states")
+        raise ConfigError(
+            f"{quoted(examples)} has too few examples: at least {2 * MIN_EXAMPLES} of a type, of several states"
+        )
     Calibration(temperatures).write(output)
     head = ("type", "", "temperature", "examples", "accuracy", "log-loss", "Brier (0 to 2)", "ECE")
     click.echo("\n".join(markdown(head, rows)))
