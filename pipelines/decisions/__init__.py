@@ -1,3 +1,3 @@
 """Decisions: typed questions about one state, answered by probabilities; no text is generated."""
 
-__all__ = ["answers", "calibration", "decider", "handle", "questions", "tree", "written"]
+__all__ = ["answers", "calibration", "decider", "handle", "questions", "written"]

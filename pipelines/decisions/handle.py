@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 
 from staticllm.system.threads import POLL_SECONDS, start_thread
 
-from ..text.readers import in_thread
 from .answers import Decision
 from .decider import Decider, DecisionOrder
 from .tree import TreeRun
@@ -55,9 +54,11 @@ class DecisionHandle:
     def __await__(self) -> Generator[object, None, Decision]:
         """Wait for the answers without blocking the event loop. A task that is cancelled cancels the decision."""
 
+        import asyncio  # 1 MB, which only programs with an event loop need
+
         async def read() -> Decision:
             try:
-                return await in_thread(self.result)
+                return await asyncio.to_thread(self.result)
             except BaseException:
                 self.cancel()
                 raise

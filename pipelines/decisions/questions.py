@@ -18,18 +18,17 @@ Value: TypeAlias = str | bool
 
 
 class QuestionError(PromptError):
-    """A question or a state that cannot be asked about.
+    """A question or a state that cannot be asked about."""
 
-    Attributes:
-        path: Where the fault is, from the questions or the input on: ``("questions", 1, "choices", 0)``.
-    """
+    path: str
+    """Where the fault is: ``questions.1.choices.0.value``."""
 
     def __init__(self, message: str, path: Sequence[str | int] = ()) -> None:
         super().__init__(message)
-        self.path = tuple(path)
+        self.path = ".".join(map(str, path))
 
-    def __reduce__(self) -> tuple[type[QuestionError], tuple[str, tuple[str | int, ...]]]:
-        return type(self), (str(self), self.path)
+    def __reduce__(self) -> tuple[type[QuestionError], tuple[str, list[str]]]:
+        return type(self), (str(self), self.path.split("."))
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ class CompileTimes:
 class TokenOutput:
     """One chosen token of answer ``index``.
 
-    ``logprob`` is its log-probability (as in ``Choice``), ``time`` the moment of the choice (``time.perf_counter``), and
+    ``logprob`` is its log-probability (as in ``SampledToken``), ``time`` the moment of the choice (``time.perf_counter``), and
     ``sampling_seconds`` the duration of the choice. ``device_seconds`` is the time of the device calls since the previous token
     (for the first one, those of the prompt); ``num_cached`` is the number of prompt tokens that the prefix cache had.
     ``num_recomputed`` tokens have run again up to now, because the model took other RoPE factors for the longer text.

@@ -34,7 +34,8 @@ class IncrementalDetokenizer:
         self._sent = 0
         self._is_unfinished = False
         self.text = ""
-        self.is_stopped = False
+        self.stop_string: str | None = None
+        """The stop string that has ended the text."""
 
     def push(self, token: int) -> str:
         """Add a token and return the text that may be shown now."""
@@ -51,6 +52,11 @@ class IncrementalDetokenizer:
         if self._window:
             self._add(self._decode(self._window)[self._window_text :])
         return self._send(len(self.text))
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self.stop_string is not None
 
     @property
     def is_holding(self) -> bool:
@@ -86,7 +92,7 @@ class IncrementalDetokenizer:
         if found:
             stop, place = found[0]  # as in GenAI, of several that a token completes the first in alphabetical order
             self.text = self.text[: place + (len(stop) if self._include_stop else 0)]
-            self.is_stopped = True
+            self.stop_string = stop
 
     def _held(self) -> int:
         """Return the number of unsent characters at the end that may begin a stop string."""

@@ -40,7 +40,7 @@ class TextDelta:
     text: str
     events: list[Event] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    """The log-probability of each token (as in ``Choice``); it is empty for the prompt (``echo``)."""
+    """The log-probability of each token (as in ``SampledToken``); it is empty for the prompt (``echo``)."""
     cut: CutToken | None = None
     """The token after them, if a stop string left a part of its text."""
 
@@ -70,7 +70,7 @@ class RequestOutput:
     tokens: list[int]
     text: str
     score: float
-    """The sum of the tokens' log-probabilities (as in ``Choice``), for a beam divided by a power of its length."""
+    """The sum of the tokens' log-probabilities (as in ``SampledToken``), for a beam divided by a power of its length."""
     finish_reason: FinishReason
     is_dropped: bool
     """Whether the streamer returned ``StreamingStatus.CANCEL``, so that a chat does not keep this turn."""
@@ -88,9 +88,11 @@ class RequestOutput:
     message: AssistantMessage | None = None
     """The parts of the text; None if it was not parsed."""
     logprobs: list[float] = field(default_factory=list)
-    """The log-probability of each of ``tokens`` (as in ``Choice``)."""
+    """The log-probability of each of ``tokens`` (as in ``SampledToken``)."""
     own_seconds: float = 0.0
     """The part of the sum of ``device_seconds`` by the answer's rows in each call."""
+    stop_string: str | None = None
+    """The stop string that has ended it."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +233,7 @@ class OutputProcessor:
             metrics=self._metrics(compile_times),
             message=message,
             logprobs=[token.logprob for token in received[: len(self._tokens)]],
+            stop_string=self._detokenizer.stop_string if self._wants_text else None,
         )
         if reason == FinishReason.CANCELLED or not (rest or self._unsent or events):
             return AnswerEnding(output, None)

@@ -19,6 +19,8 @@ from staticllm.core import ProgressEvent
 from staticllm.errors import ConfigError
 from staticllm.pipelines.encoder_pipeline import EncoderPipeline
 from staticllm.server import catalog
+from staticllm.server.anthropic.fields import CountRequest, MessagesRequest
+from staticllm.server.anthropic.routes import count_tokens, messages
 from staticllm.server.catalog import describe, model_list
 from staticllm.server.decisions.openai import DecisionsRequest, decisions
 from staticllm.server.decisions.systemone import PATH as SYSTEMONE
@@ -47,6 +49,8 @@ from staticllm.server.telemetry import AccessLog, Sink, TelemetryMiddleware
 OPENAI_POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
     ("/v1/chat/completions", ChatRequest, chat_completions),
     ("/v1/completions", CompletionRequest, completions),
+    ("/v1/messages", MessagesRequest, messages),
+    ("/v1/messages/count_tokens", CountRequest, count_tokens),
     ("/v1/decisions", DecisionsRequest, decisions),
     ("/v1/embeddings", EmbeddingsRequest, embeddings),
     ("/v1/rerank", RerankRequest, rerank),

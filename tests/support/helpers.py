@@ -1,6 +1,7 @@
 """Helpers for the tests of several packages."""
 
 import json
+import time
 
 import numpy as np
 
@@ -88,3 +89,15 @@ def assert_nothing_held(pipe):
         )
     )
     assert (slots, requests) == (kept, 0)
+
+
+def assert_nothing_held_soon(pipe, seconds=30):
+    """Check the same within ``seconds``: what was cancelled ends before the next device call."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            return assert_nothing_held(pipe)
+        except AssertionError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.01)

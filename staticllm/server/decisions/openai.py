@@ -37,7 +37,7 @@ async def decisions(call: ApiCall, body: DecisionsRequest) -> Response:
         questions = questions_of(body.questions)
         found = await decided(call, model, state, questions, is_proactive(call, model, body.service_tier))
     except QuestionError as error:
-        raise ApiError(400, str(error), param=".".join(map(str, error.path)) or None, code="invalid_value") from None
+        raise ApiError(400, str(error), param=error.path or None, code="invalid_value") from None
     except PromptTooLongError as error:
         raise prompt_too_long(error, "input") from None
     return json_response(

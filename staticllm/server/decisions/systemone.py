@@ -166,11 +166,12 @@ def _shown(answer: Answer, question: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _where(path: Sequence[str | int], ids: Sequence[str]) -> Where:
+def _where(path: str, ids: Sequence[str]) -> Where:
     """Return where a fault of a question is in the body: questions have ids here, and options are criteria."""
-    found: list[str | int] = ["body", *path]
-    if len(path) > 1 and path[0] == "questions" and isinstance(path[1], int):
-        found[2] = ids[path[1]]
+    found: list[str | int] = ["body"]
+    for part in path.split("."):
+        is_question = found[-1] == "questions" and part.isdecimal()
+        found.append(ids[int(part)] if is_question else int(part) if part.isdecimal() else part)
     return tuple("criteria" if part in ("choices", "levels") else part for part in found)
 
 

@@ -118,11 +118,11 @@ class AccessMiddleware:
         is_same = bool(host) and origin is not None and urlsplit(origin).netloc == host
         if origin is not None and not is_same and not self._origins.allows(origin):
             return _foreign(origin)
-        number = self._key_of(headers.get("authorization", ""))
+        number = self._key_of(headers.get("authorization", "") or f"Bearer {headers.get('x-api-key', '')}")
         if self._keys and number is None and scope["path"] not in self._open_paths:
             return ApiError(
                 401,
-                "Incorrect API key provided: send it as 'Authorization: Bearer KEY'",
+                "Incorrect API key provided: send it as 'Authorization: Bearer KEY' or as 'x-api-key: KEY'",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )

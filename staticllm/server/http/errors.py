@@ -32,6 +32,15 @@ OLLAMA_NAMES = {
     "blobs",
 }  # fmt: skip
 """The first part of each path of Ollama's API, after ``/api/``."""
+ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""The types of errors of Anthropic's API."""
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 _LINE_ENDS = tuple((mark, f"\\u{ord(mark):04x}") for mark in "\x85\u2028\u2029")
 """What Unicode takes for the end of a line and JSON does not escape, with the escapes."""
@@ -71,12 +80,16 @@ class ApiError(Exception):
     def body(self, path: str = "") -> dict[str, Any]:
         """Return the JSON body of the answer: OpenAI's error object, or for a ``path`` of Ollama's API only the message.
 
-        TypeSafe's API has what FastAPI answers.
+        TypeSafe's API has what FastAPI answers, and Anthropic's a type by the status.
         """
         if is_ollama(path):
             return {"error": self.message}
-        if path.strip("/").removeprefix("v1/") == "systemone":
+        room = path.strip("/").removeprefix("v1/")
+        if room == "systemone":
             return {"detail": self._detail()}
+        if room.partition("/")[0] == "messages":
+            kind = ANTHROPIC_KINDS.get(self.status, "api_error" if self.status >= 500 else INVALID)
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
     def _detail(self) -> object:

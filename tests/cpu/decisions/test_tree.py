@@ -124,7 +124,7 @@ def test_chats_beside_it_change_no_bit_and_get_their_tokens(model_path, prompt_o
 
 
 def test_a_state_runs_once_and_only_it_stays(model_path):
-    from support.helpers import assert_nothing_held
+    from support.helpers import assert_nothing_held_soon
 
     with pipeline(model_path("llama")) as pipe:
         state, questions = random_tree(1)
@@ -136,11 +136,11 @@ def test_a_state_runs_once_and_only_it_stays(model_path):
         longer = scores(pipe, [*state, 9, 9], questions)
         assert longer.num_cached == len(state)
         assert pipe.engine.run_between_steps(lambda: pipe.engine.runner.cache.slots.num_active) == 0
-        assert_nothing_held(pipe)
+        assert_nothing_held_soon(pipe)
 
 
 def test_a_run_that_is_cancelled_ends_and_leaves_nothing(model_path):
-    from support.helpers import assert_nothing_held
+    from support.helpers import assert_nothing_held_soon
 
     with pipeline(model_path("llama")) as pipe:
         state, questions = random_tree(2, 40)
@@ -154,7 +154,7 @@ def test_a_run_that_is_cancelled_ends_and_leaves_nothing(model_path):
             late.run(state, questions)
         alone = scores(pipe, state, questions[:2])
         assert np.isfinite(alone.labels[0]).all()
-        assert_nothing_held(pipe)
+        assert_nothing_held_soon(pipe)
 
 
 def test_a_run_of_a_closed_engine_fails(model_path):

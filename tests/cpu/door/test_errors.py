@@ -22,6 +22,8 @@ from staticllm.errors import (
     from_wire,
     to_wire,
 )
+from staticllm.pipelines.decisions.questions import QuestionError
+from staticllm.pipelines.decisions.tree import DecisionCancelledError  # noqa: F401
 from staticllm.pipelines.embedding.pool.instances import WorkerLostError  # noqa: F401  so that it is in the tree
 from staticllm.pipelines.generation.grammar_mask import GrammarLimitError  # noqa: F401
 from staticllm.server.sidecar import PortInUseError  # noqa: F401
@@ -36,6 +38,7 @@ WITH_FIELDS = [
     BusyError("no device takes such a text", math.inf),
     BusyError("no prediction"),
     ServerError("the server refused it", 429),
+    QuestionError("questions[1] has no value", ("questions", 1)),
 ]
 
 

@@ -12,6 +12,8 @@ from staticllm.results import DecodedResults, GeneratedText
 def test_only_the_listed_names_are_public():
     assert set(staticllm.__all__) == {
         "Adapter", "AdapterConfig", "AdapterError",
+        "Calibration", "Choice", "Decision", "DecisionCancelledError", "DecisionHandle", "Level", "Option", "Predicate",
+        "QuestionError", "Score",
         "BlobError", "BusyError", "ClosedError",
         "ConfigError", "DecodedResults", "DeviceError", "EncodedResults", "FinishReason", "GeneratedText",
         "GenerationConfigError", "GenerationHandle", "ModelError", "NumericalError", "PerfMetrics", "Plan", "Policy",

@@ -44,7 +44,7 @@ LEVELS = (
     "pipelines.scheduling",
     "pipelines.engine",
     "pipelines.text pipelines.loading pipelines.embedding.packing",
-    "pipelines.conversation",
+    "pipelines.conversation pipelines.decisions",
     "pipelines.launch",
     "pipelines.embedding pipelines.daemon_client pipelines.speech",
     "pipelines.embedding.queue",
