@@ -21,6 +21,7 @@ from ..generation.drafts import DraftParams
 from ..generation.grammar import Grammar
 from ..generation.grammar_mask import Grammars
 from ..generation.options.table import SamplingParams
+from ..generation.sampler import TopTokens
 from ..generation.speech_rules import SpeechRules
 from .overflow import OverflowRule
 
@@ -168,7 +169,7 @@ class TokenOutput:
     ``num_recomputed`` tokens have run again up to now, because the model took other RoPE factors for the longer text.
     ``num_drafted`` tokens of drafts were checked since the previous token, and ``num_accepted`` of them accepted. The draft model
     took ``draft_seconds`` for them. ``own_seconds`` is the part of ``device_seconds`` by the answer's rows in each call; None for
-    the answers of a beam search.
+    the answers of a beam search. ``top`` has the most likely tokens (as in ``SampledToken``).
     """
 
     id: int
@@ -183,6 +184,7 @@ class TokenOutput:
     draft_seconds: float = 0.0
     own_seconds: float | None = None
     num_recomputed: int = 0
+    top: TopTokens = ()
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,8 @@ def output_from_dict(values: Mapping[str, Any]) -> Output:
         TypeError, KeyError, ValueError: it is not one.
     """
     if "id" in values:
-        return TokenOutput(**values)
+        top = tuple((int(token), float(logprob)) for token, logprob in values.get("top", ()))
+        return TokenOutput(**{**values, "top": top})
     error = None if values["error"] is None else from_wire(values["error"])
     return Finished(FinishReason(values["reason"]), error, values["index"], values["is_found"])
 

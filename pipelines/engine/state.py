@@ -124,6 +124,7 @@ class AnswerState(SequenceState):
             draft_seconds=tally.draft_seconds,
             own_seconds=tally.own_seconds,
             num_recomputed=self.kv.num_recomputed,
+            top=choice.top,
         )
         self._new_tokens.append(output)
         self._tally = Tally()

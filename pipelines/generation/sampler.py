@@ -23,16 +23,21 @@ from .grammar_mask import MAX_REFUSED
 from .logits_processors import LogitsProcessor, Preparable, Refusing
 from .options.table import SamplingParams
 
+TopTokens = tuple[tuple[int, float], ...]
+"""Tokens with their log-probabilities, the most likely first."""
+
 
 @dataclass(frozen=True)
 class SampledToken:
     """A chosen token and its log-probability under the model's own logits if that was requested.
 
-    Otherwise it is the one that a drawn token was drawn with, and 0.0 in greedy decoding, as in GenAI.
+    Otherwise it is the one that a drawn token was drawn with, and 0.0 in greedy decoding, as in GenAI. ``top``: the most likely
+    tokens with theirs, the most likely first, if they were requested.
     """
 
     token: int
     logprob: float
+    top: TopTokens = ()
 
 
 class Mirostat:
@@ -97,7 +102,8 @@ class Sampler:
         for processor in self.processors:
             processor.accept(choice.token)
         if self._params.wants_logprobs:
-            return SampledToken(choice.token, _log_probability(logits, choice.token))
+            top = _most_likely(logits, self._params.num_top_logprobs)
+            return SampledToken(choice.token, _log_probability(logits, choice.token), top)
         return choice
 
     def _choose(self, processed: Logits) -> SampledToken:
@@ -145,6 +151,15 @@ class Sampler:
         candidates = largest(logits, params.top_k)
         drawn = _drawn(_kept_weights(logits[candidates], params, excludes_top), uniform)
         return SampledToken(int(candidates[drawn.token]), drawn.logprob)
+
+
+def _most_likely(logits: Logits, count: int) -> TopTokens:
+    """Return ``count`` tokens with their log-probabilities, of equal ones those with the lowest ids first."""
+    if not count:
+        return ()
+    found = largest(logits, min(count, len(logits)))
+    ordered = sorted(map(int, found), key=lambda token: (-float(logits[token]), token))
+    return tuple((token, _log_probability(logits, token)) for token in ordered)
 
 
 def _drawn(weights: Logits, uniform: float) -> SampledToken:

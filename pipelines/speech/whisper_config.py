@@ -42,7 +42,8 @@ MAX_FILE = 16 << 20
 MAX_CONTEXT_CHARS = 1 << 16
 """The most characters of ``initial_prompt`` and ``hotwords``; of their tokens only the last 223 count."""
 NOT_FOR_SPEECH = (
-    "best_of", "finish_grammar", "tools", "tool_choice", "parallel_tool_calls", "parse_tools", "extra_context", *KEYWORDS
+    "best_of", "suffix", "top_logprobs",
+    "finish_grammar", "tools", "tool_choice", "parallel_tool_calls", "parse_tools", "extra_context", *KEYWORDS
 )  # fmt: skip
 """Options of text generation that no transcription has."""
 

@@ -14,6 +14,7 @@ from staticllm.errors import PromptError, encoding
 
 from ..generation.options.extra import ToolOptions, function_of, is_tool
 from .conversations import Conversations
+from .infill import infill_prompt
 from .inputs import Messages, real_ids
 
 MAX_ENDING_CHARS = 256
@@ -34,6 +35,8 @@ class Prompt:
     """The functions that it shows."""
     chat_template: str = ""
     """The template that made it."""
+    stops: frozenset[int] = frozenset()
+    """Tokens that end its answer, beside those of the options."""
 
 
 def encode_text(tokenizer: genai.Tokenizer, text: str) -> Prompt:
@@ -47,6 +50,16 @@ def encode_text(tokenizer: genai.Tokenizer, text: str) -> Prompt:
     if not text:
         raise PromptError("the prompt is empty: give at least one character")
     return Prompt(_ids_of(tokenizer, text)[0])
+
+
+def encode_infill(tokenizer: genai.Tokenizer, before: str, after: str) -> Prompt:
+    """Return the ids of the prompt for the text between two others, as ``infill_prompt``.
+
+    Raises:
+        PromptError, ModelError: as for ``infill_prompt``.
+    """
+    found = infill_prompt(tokenizer, before, after)
+    return Prompt(list(found.ids), stops=found.stops)
 
 
 _NO_TOOLS = ToolOptions()

@@ -25,7 +25,7 @@ from ..generation.logits_processors import copies_for
 from ..generation.options.extra import ToolOptions
 from ..generation.options.resolve import FileOptions, GenerationOptions, copy_config, resolve
 from .call import GenerateCall, PreparedRequest
-from .chat_prompt import Prompt, encode_messages, encode_text
+from .chat_prompt import Prompt, encode_infill, encode_messages, encode_text
 from .conversations import AnswerFormat, AnswerParser
 from .inputs import Form, Inputs, Messages, TokenInputs, check_ids, texts_of, token_ids
 from .tokenizer_tools import TokenizerTools
@@ -125,6 +125,12 @@ class InputProcessor:
             ModelError: the tokenizer cannot encode a prompt.
         """
         asked = call.options.extra.tool_options
+        suffix = call.options.extra.suffix
+        if suffix is not None:
+            _check_no_tools(asked, "with suffix")
+            if call.form in ("tokens", "history"):
+                raise GenerationConfigError("suffix goes with texts: pass the text before it as a str")
+            return [encode_infill(self._tools.tokenizer, text, suffix) for text in texts_of(inputs, call.form)]
         if call.form == "tokens":
             _check_no_tools(asked, "without a chat template")
             return [Prompt(ids) for ids in token_ids(cast(TokenInputs, inputs))]
@@ -152,6 +158,8 @@ class InputProcessor:
             PromptError, GenerationConfigError, ModelError: as for ``encode``.
         """
         _check_no_tools(call.options.extra.tool_options, "in a chat of start_chat")
+        if call.options.extra.suffix is not None:
+            raise GenerationConfigError("suffix in a chat of start_chat: finish_chat first")
         if call.form in ("text", "texts"):
             return [*texts_of(inputs, call.form)]
         return [*self.encode(inputs, call)]
@@ -182,7 +190,7 @@ class InputProcessor:
             seed=self._seed_for(options),
             num_sequences=options.num_sequences,
             max_new_tokens=max_new_tokens,
-            stop_token_ids=options.stop_token_ids,
+            stop_token_ids=options.stop_token_ids | prompt.stops,
             late_token_ids=options.ignored_token_ids,
             min_new_tokens=options.min_new_tokens,
             priority=call.priority,

@@ -19,6 +19,7 @@ from staticllm.results import AssistantMessage, DecodedResults, EncodedResults, 
 from ..engine.request import CompileTimes, TokenOutput
 from ..generation.beam_search import beam_score
 from ..generation.options.resolve import GenerationOptions
+from ..generation.sampler import TopTokens
 from .call import PreparedRequest
 from .detokenizer import IncrementalDetokenizer
 from .inputs import Form
@@ -43,6 +44,8 @@ class TextDelta:
     """The log-probability of each token (as in ``SampledToken``); it is empty for the prompt (``echo``)."""
     cut: CutToken | None = None
     """The token after them, if a stop string left a part of its text."""
+    tops: list[TopTokens] = field(default_factory=list)
+    """The most likely tokens at the place of each token."""
 
     def __add__(self, other: TextDelta) -> TextDelta:
         return joined([self, other])
@@ -56,7 +59,8 @@ def joined(deltas: Sequence[TextDelta]) -> TextDelta:
     events = [event for delta in deltas for event in delta.events]
     logprobs = [logprob for delta in deltas for logprob in delta.logprobs]
     cut = next((delta.cut for delta in deltas if delta.cut is not None), None)
-    return TextDelta(tokens, "".join([delta.text for delta in deltas]), events, logprobs, cut)
+    tops = [top for delta in deltas for top in delta.tops]
+    return TextDelta(tokens, "".join([delta.text for delta in deltas]), events, logprobs, cut, tops)
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,8 @@ class RequestOutput:
     """The parts of the text; None if it was not parsed."""
     logprobs: list[float] = field(default_factory=list)
     """The log-probability of each of ``tokens`` (as in ``SampledToken``)."""
+    top_logprobs: list[TopTokens] = field(default_factory=list)
+    """The most likely tokens at the place of each of ``tokens``; empty ones unless they were requested."""
     own_seconds: float = 0.0
     """The part of the sum of ``device_seconds`` by the answer's rows in each call."""
     stop_string: str | None = None
@@ -163,7 +169,7 @@ class OutputProcessor:
     def has_ended(self) -> bool:
         """Whether the answer contains a stop string or its only call, or ends in a stop token."""
         tokens = self._tokens
-        return self.is_stopped or (bool(tokens) and tokens[-1] in self._prepared.options.stop_token_ids)
+        return self.is_stopped or (bool(tokens) and tokens[-1] in self._prepared.request.stop_token_ids)
 
     def push(self, token: TokenOutput) -> TextDelta | None:
         """Add a token. Return the increment that may be shown now, None if all of it is held back."""
@@ -185,10 +191,11 @@ class OutputProcessor:
         tokens = self._unsent
         self._unsent = []
         first = len(self._tokens) - len(tokens)
-        logprobs = [token.logprob for token in self._received[first : first + len(tokens)]]
+        received = self._received[first : first + len(tokens)]
         cut = self._cut
         self._cut = None
-        return TextDelta(tokens, text, events, logprobs, cut)
+        logprobs = [token.logprob for token in received]
+        return TextDelta(tokens, text, events, logprobs, cut, [token.top for token in received])
 
     def _parse(self, text: str) -> list[Event]:
         """Parse a piece of the text, and return its events."""
@@ -233,6 +240,7 @@ class OutputProcessor:
             metrics=self._metrics(compile_times),
             message=message,
             logprobs=[token.logprob for token in received[: len(self._tokens)]],
+            top_logprobs=[token.top for token in received[: len(self._tokens)]],
             stop_string=self._detokenizer.stop_string if self._wants_text else None,
         )
         if reason == FinishReason.CANCELLED or not (rest or self._unsent or events):

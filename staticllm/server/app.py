@@ -37,6 +37,7 @@ from staticllm.server.ollama import routes as ollama
 from staticllm.server.openai.chat import ChatRequest, chat_completions
 from staticllm.server.openai.completions import CompletionRequest, completions
 from staticllm.server.openai.encoders import EmbeddingsRequest, RerankRequest, embeddings, rerank
+from staticllm.server.openai.infill import InfillRequest, infill
 from staticllm.server.openai.speech import TranscriptionRequest, TranslationRequest, transcriptions, translations
 from staticllm.server.openai.tokens import DetokenizeRequest, TokenizeRequest, detokenize, tokenize
 from staticllm.server.page_files import ASSETS, add_page_files
@@ -56,6 +57,7 @@ OPENAI_POSTS: tuple[tuple[str, type[BaseModel], Any], ...] = (
     ("/v1/rerank", RerankRequest, rerank),
     ("/v2/rerank", RerankRequest, rerank),
     ("/rerank", RerankRequest, rerank),
+    ("/infill", InfillRequest, infill),
     ("/tokenize", TokenizeRequest, tokenize),
     ("/detokenize", DetokenizeRequest, detokenize),
 )

@@ -17,6 +17,8 @@ from .table import OPTIONS, SAMPLING, TokenSequences, read_by, readings
 DRY_SEQUENCE_BREAKERS = ("\n", ":", '"', "*")
 """The breakers of llamacpp."""
 MAX_BIAS = 1e4
+MAX_TOP_LOGPROBS = 20
+"""OpenAI's limit."""
 MAX_TOKEN = (1 << 31) - 1
 NUMBERS = tuple(name for name in SAMPLING if not hasattr(genai.GenerationConfig, name))
 """The options that are numbers; the fields of ``SamplingParams`` that GenAI does not have."""
@@ -71,6 +73,13 @@ def check_characters(name: str, texts: Iterable[str]) -> None:
         except UnicodeEncodeError as error:
             half = text[error.start]
             raise GenerationConfigError(f"{name} has half of a surrogate pair, {half!r}: leave it out") from None
+
+
+def _suffix(name: str, value: object) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise GenerationConfigError(f"{name}={shown(value)}: must be a text, or None")
+    check_characters(name, () if value is None else (value,))
+    return value
 
 
 def _sequences(name: str, value: object) -> TokenSequences:
@@ -183,6 +192,10 @@ class ExtraOptions:
         reads=("tool_choice", "parallel_tool_calls", "parse_tools", "extra_context"),
         default_factory=ToolOptions,
     )
+    suffix: str | None = read_by(_suffix, None)
+    """The text after the answer, which a model with tokens for it fills in."""
+    top_logprobs: int = read_by(lambda name, value: whole(name, value or 0, 0, MAX_TOP_LOGPROBS), 0)
+    """The most likely tokens whose log-probabilities are told with each chosen one."""
     best_of: int = read_by(lambda name, value: OPTIONS[name].check(name, value or 0), 0)
     """The number of answers that are sampled, of which the most likely are returned; 0 for those that are returned."""
 

@@ -488,7 +488,8 @@ def _checked(options: Mapping[str, Any], extra: ExtraOptions, ngram_size: int) -
     found = GenerationOptions(**{name: row.value(given) for name, row in _ROWS.items()}, extra=extra)
     sampling = replace(
         found.sampling,
-        wants_logprobs=found.sampling.wants_logprobs or extra.best_of > 0,
+        wants_logprobs=found.sampling.wants_logprobs or extra.best_of > 0 or extra.top_logprobs > 0,
+        num_top_logprobs=extra.top_logprobs,
         no_repeat_ngram_size=ngram_size,
         logit_bias=extra.logit_bias,
         bad_words=extra.bad_words_ids,

@@ -160,6 +160,8 @@ class SamplingParams:
     frequency_penalty: float = _row(0.0, -2.0, 2.0, apis=_ALL)
     rng_seed: int = _row(0, 0, UNLIMITED, apis=_ALL, names=dict.fromkeys(_ALL, ("seed",)), http=(-(2**63), 2**63 - 1))
     wants_logprobs: bool = False
+    num_top_logprobs: int = 0
+    """The most likely tokens whose log-probabilities are told beside the chosen one's."""
     typical_p: float = _row(
         1.0, 0.0, 1.0, excluded="least", draws=True, apis=_LLAMA,
         meaning="Keeps the tokens whose surprise is nearest to the entropy, until they reach this probability.",

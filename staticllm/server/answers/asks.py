@@ -35,6 +35,7 @@ class AnswerFields:
         max_tokens: Tokens of an answer: None for the model's own number, -1 for as many as fit.
         json_schema: What the answer must satisfy.
         wants_logprobs: Whether each token has its log-probability.
+        num_top_logprobs: The most likely tokens whose log-probabilities each token has.
         is_chat: Whether the chat template applies and the answer is parsed.
         tools: Functions that the model may call.
         tool_choice: ``auto``, ``none``, ``required`` or a function, as OpenAI's API has it.
@@ -52,6 +53,7 @@ class AnswerFields:
     max_tokens: int | None = None
     json_schema: Mapping[str, Any] | None = None
     wants_logprobs: bool = False
+    num_top_logprobs: int = 0
     is_chat: bool = True
     tools: Sequence[Mapping[str, Any]] = ()
     tool_choice: Any = None
@@ -163,6 +165,8 @@ def options_of(asked: AnswerFields, index: int = 0) -> dict[str, Any]:
         options["json_schema"] = asked.json_schema
     if asked.wants_logprobs:
         options["logprobs"] = 1
+        if asked.num_top_logprobs:
+            options["top_logprobs"] = asked.num_top_logprobs
     if asked.max_tokens is not None:
         options["max_new_tokens"] = UNLIMITED if asked.max_tokens == -1 else asked.max_tokens
     if asked.is_truncated:

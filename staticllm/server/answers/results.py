@@ -7,11 +7,13 @@ import codecs
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from typing import Any
 
 from staticllm.core import FinishReason
 from staticllm.pipelines.engine.engine import Engine
+from staticllm.pipelines.generation.sampler import TopTokens
 from staticllm.pipelines.text.detokenizer import INCOMPLETE
 from staticllm.pipelines.text.handle import GenerationHandle
 from staticllm.pipelines.text.output_processor import RequestOutput, TextDelta
@@ -31,7 +33,7 @@ class SpelledToken:
     """A token as a part of its answer: its text and bytes, and the number of the answer's characters before it.
 
     ``is_text``: whether it consists of whole characters. The bytes are None if they are those of another token as well, which are
-    a part of a character.
+    a part of a character. ``top``: the most likely tokens at its place.
     """
 
     text: str
@@ -39,11 +41,15 @@ class SpelledToken:
     offset: int
     logprob: float
     is_text: bool = True
+    top: tuple[SpelledToken, ...] = ()
 
     def entry(self) -> dict[str, Any]:
         """Return the token as an entry of ``logprobs.content`` of a chat."""
+        return {**self._named(), "top_logprobs": [token._named() for token in self.top]}
+
+    def _named(self) -> dict[str, Any]:
         spelled = None if self.bytes is None else list(self.bytes)
-        return {"token": self.text, "logprob": self.logprob, "bytes": spelled, "top_logprobs": []}
+        return {"token": self.text, "logprob": self.logprob, "bytes": spelled}
 
 
 CONTEXT = 8
@@ -74,12 +80,25 @@ class Speller:
 
         Of one that a stop string cut, they have the part that is in the text.
         """
-        found = [self._spelled(token, logprob) for token, logprob in zip(delta.tokens, delta.logprobs, strict=False)]
+        tops = chain(delta.tops, repeat(()))
+        found = [
+            replace(self._spelled(token, logprob), top=self._alternatives(top))
+            for token, logprob, top in zip(delta.tokens, delta.logprobs, tops, strict=False)
+        ]
         cut = delta.cut
         if cut is not None:
             logprob = max(cut.logprob, LEAST_LOGPROB)
             found.append(SpelledToken(cut.text, cut.text.encode(), self._num_chars, logprob))
         return found
+
+    def _alternatives(self, top: TopTokens) -> tuple[SpelledToken, ...]:
+        """Return the most likely tokens, each spelled by itself."""
+        found = []
+        for token, logprob in top:
+            own = self._tokens[token] if token < len(self._tokens) else b""
+            text = own.decode() if own and is_text(own) else self._decode([token])
+            found.append(SpelledToken(text, own or None, 0, max(logprob, LEAST_LOGPROB)))
+        return tuple(found)
 
     def _spelled(self, token: int, logprob: float) -> SpelledToken:
         text = self._text_of(token)

@@ -167,7 +167,7 @@ def _parsed(arguments: str) -> Object:
 
 
 def _logprob(token: SpelledToken) -> Object:
-    return {name: value for name, value in token.entry().items() if name != "top_logprobs"}
+    return {name: value for name, value in token.entry().items() if value or name != "top_logprobs"}
 
 
 class LineStream(ChunkStream):

@@ -46,8 +46,6 @@ def asked_of(
     Raises:
         ApiError: fields contradict each other, or ask for what is not there.
     """
-    if body.top_logprobs:
-        raise ApiError(400, "top_logprobs is not supported: only the chosen tokens have log-probabilities")
     is_truncated = body.truncate and body.shift
     limit = body.options.num_predict
     if limit is not None and limit <= 0:
@@ -58,10 +56,12 @@ def asked_of(
         max_tokens=10 * max_seq_len if limit is None and is_truncated else limit,
         json_schema=_schema_of(body.format),
         wants_logprobs=body.logprobs,
+        num_top_logprobs=body.top_logprobs if body.logprobs else 0,
         is_chat=not is_raw,
         tools=[tool.model_dump(exclude_none=True) for tool in tools],
         context=_thinking(body.think),
         is_truncated=is_truncated,
+        more={"suffix": body.suffix} if isinstance(body, OllamaGenerateRequest) and body.suffix else {},
     )
 
 
@@ -122,16 +122,16 @@ async def chat(call: ApiCall, body: OllamaChatRequest) -> Response:
 
 async def generate(call: ApiCall, body: OllamaGenerateRequest) -> Response:
     """Continue a prompt: as the user's message in a conversation, or as it stands (``raw``)."""
-    for name, value in (("suffix", body.suffix), ("template", body.template), ("images", body.images)):
+    for name, value in (("template", body.template), ("images", body.images)):
         if value:
             raise ApiError(400, f"{name} is not supported: leave it out")
     if body.context:
         raise ApiError(400, "context is not supported: send the conversation to /api/chat")
     if not body.prompt:
         return await _without_answer(call, body, "generate")
-    if body.raw:
+    if body.raw or body.suffix:
         if body.system:
-            raise ApiError(400, "system with raw: leave one of them out")
+            raise ApiError(400, "system with raw or suffix: leave one of them out")
         return await _answer(call, body, "generate", body.prompt, is_raw=True)
     system = [{"role": "system", "content": body.system}] if body.system else []
     return await _answer(call, body, "generate", [*system, {"role": "user", "content": body.prompt}])

@@ -84,11 +84,8 @@ class ChatRequest(SamplingFields):
         limit = limits.pop() if limits else None
         if limit == 0:
             raise ApiError(400, "max_tokens is 0: give at least 1, or -1 for as many as fit", param="max_tokens")
-        if self.top_logprobs:
-            raise ApiError(
-                400, f"top_logprobs is {self.top_logprobs}: only the chosen tokens have log-probabilities, so leave it at 0",
-                param="top_logprobs", code="unsupported_parameter",
-            )  # fmt: skip
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs without logprobs: set logprobs to true", param="top_logprobs")
         if self.logprobs and self.is_search:
             raise ApiError(400, "logprobs with num_beams: leave one out", param="logprobs")
         format = self.response_format
@@ -96,6 +93,7 @@ class ChatRequest(SamplingFields):
         effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         return self.asked(
             max_tokens=limit,
+            num_top_logprobs=self.top_logprobs or 0,
             json_schema=None if format is None else schema_of(format.type, None if named is None else named.schema_),
             tools=[tool.model_dump(exclude_none=True) for tool in self.tools or ()],
             tool_choice=self.tool_choice,

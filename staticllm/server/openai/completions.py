@@ -52,7 +52,14 @@ async def completions(call: ApiCall, body: CompletionRequest) -> Response:
         raise ApiError(400, f"{len(prompts)} prompts with n={body.n}: at most {MAX_ANSWERS} answers", param="prompt")
     if body.is_search and not isinstance(prompts[0], str):
         raise ApiError(400, "num_beams with token ids: give the prompt as text", param="num_beams")
-    asked = body.asked(max_tokens=body.max_tokens, is_chat=False, more={"echo": body.echo})
+    if body.suffix and not isinstance(prompts[0], str):
+        raise ApiError(400, "suffix with token ids: give the prompt as text", param="suffix")
+    asked = body.asked(
+        max_tokens=body.max_tokens,
+        is_chat=False,
+        num_top_logprobs=body.logprobs or 0,
+        more={"echo": body.echo, "suffix": body.suffix or None},
+    )
     is_behind = is_proactive(call, model, body.service_tier, body.priority)
     asks = [
         Ask.of(prompt, asked, index, body.priority, is_behind)
@@ -65,8 +72,8 @@ async def completions(call: ApiCall, body: CompletionRequest) -> Response:
 
 
 def _check(body: CompletionRequest) -> None:
-    if body.suffix:
-        raise ApiError(400, "suffix is not supported: leave it out", param="suffix", code="unsupported_parameter")
+    if body.suffix and body.echo:
+        raise ApiError(400, "suffix with echo: leave one out", param="suffix")
     if body.best_of not in (None, body.n):
         raise ApiError(
             400,
@@ -74,11 +81,6 @@ def _check(body: CompletionRequest) -> None:
             param="best_of",
             code="unsupported_parameter",
         )
-    if body.logprobs:
-        raise ApiError(
-            400, f"logprobs is {body.logprobs}: only the chosen tokens have log-probabilities, so give 0",
-            param="logprobs", code="unsupported_parameter",
-        )  # fmt: skip
     if body.logprobs is not None and (body.echo or body.is_search):
         raise ApiError(400, "logprobs with echo or num_beams: leave one out", param="logprobs")
     if body.max_tokens == 0 and not body.echo:
@@ -119,17 +121,18 @@ class TextChunks(Chunks):
     def joined(self, index: int, choices: Sequence[Chunk]) -> Chunk:
         logprobs = None if self._new_speller is None else _logprobs_of([])
         for found in (choice["logprobs"] for choice in choices if choice["logprobs"] is not None):
-            logprobs = {name: value and [*(logprobs or {})[name], *value] for name, value in found.items()}
+            logprobs = {name: value and [*((logprobs or {})[name] or ()), *value] for name, value in found.items()}
         text = "".join(choice["text"] for choice in choices)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": choices[-1]["finish_reason"]}
 
 
 def _logprobs_of(tokens: Sequence[SpelledToken]) -> dict[str, Any]:
     """Return the log-probabilities of tokens. One that is a part of a character is written as OpenAI does it, by its bytes."""
+    has_top = any(token.top for token in tokens)
     return {
         "tokens": [_written(token) for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": None,
+        "top_logprobs": [{_written(each): each.logprob for each in token.top} for token in tokens] if has_top else None,
         "text_offset": [token.offset for token in tokens],
         "bytes": [token.entry()["bytes"] for token in tokens],
     }

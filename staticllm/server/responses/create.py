@@ -91,6 +91,7 @@ def asked_of(body: ResponsesRequest, max_seq_len: int | None) -> AnswerFields:
         max_tokens=max_seq_len if limit is None and is_truncated else limit,
         json_schema=schema_of(body.text.format.type, body.text.format.schema_),
         wants_logprobs=body.wants_logprobs,
+        num_top_logprobs=body.top_logprobs if body.wants_logprobs else 0,
         tools=[
             {"type": "function", "function": tool.model_dump(include=_TOOL, exclude_none=True)} for tool in body.tools
         ],

@@ -113,7 +113,7 @@ class ResponsesRequest(number_fields(IgnoredFields, "responses"), TierFields):  
     background: Literal[False] = False
     max_tool_calls: Any = None  # of the tools of OpenAI's own servers
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
-    top_logprobs: Literal[0] = 0
+    top_logprobs: int = Field(0, ge=0, le=20)
     text: TextOptions = Field(default_factory=TextOptions)
     reasoning: ReasoningOptions = Field(default_factory=ReasoningOptions)
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = Field(default_factory=list, max_length=512)

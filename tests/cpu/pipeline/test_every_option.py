@@ -20,6 +20,7 @@ from staticllm import AdapterConfig, GenerationConfigError, StaticLLMPipeline, d
 from staticllm.pipelines.generation.options.extra import EXTRA_NAMES
 from staticllm.pipelines.generation.options.requested_grammar import KEYWORDS
 from staticllm.pipelines.generation.options.resolve import DEFAULTS, NAMES
+from staticllm.pipelines.text import infill
 from tests.support.inside import inputs_of, launched_of
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -44,7 +45,7 @@ class Case:
     more: dict[str, Any] = field(default_factory=dict)
     other: Any = ABSENT
     prompt: Any = PROMPT
-    pipe: Literal["plain", "drafting", "adapted", "moody"] = "plain"
+    pipe: Literal["plain", "drafting", "adapted", "moody", "infilling"] = "plain"
     seen: Literal["answer", "request", "submitted", "callback"] = "answer"
 
 
@@ -131,6 +132,8 @@ CASES = {
     "parse_tools": Case(True),
     "extra_context": Case({"mood": "sad"}, pipe="moody", seen="request"),
     "best_of": Case(4, DRAWN),
+    "suffix": Case(" and they were friends.", pipe="infilling"),
+    "top_logprobs": Case(3, seen="request"),
     "json_schema": Case(SCHEMA),
     "regex": Case("[xyz]{3}"),
     "choice": Case(["left", "right"]),
@@ -172,6 +175,15 @@ def moody():
     tokenizer.set_chat_template("{{ mood }}{% for message in messages %}{{ message['content'] }}{% endfor %}")
     with StaticLLMPipeline(demo_model_path(), "CPU", tokenizer=tokenizer, **PROPERTIES) as pipe:
         yield pipe
+
+
+@pytest.fixture(scope="module")
+def infilling(plain):
+    """A pipeline three of whose tokens are taken for markers of text between two others."""
+    names = {token: name for name, token in plain.get_tokenizer().get_vocab().items()}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(infill, "_MARKERS", (tuple(names[token] for token in (300, 301, 302)),))
+        yield plain
 
 
 @pytest.fixture

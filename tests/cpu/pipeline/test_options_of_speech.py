@@ -146,7 +146,8 @@ REFUSED = {
     "structured_output_config": genai.StructuredOutputConfig(regex="a+"), "alignment_heads": [(0, 1)],
     "finish_grammar": 0, "tools": [{"name": "a"}], "tool_choice": "required", "parse_tools": True,
     "parallel_tool_calls": False,
-    "extra_context": {"a": 1}, "best_of": 2, "json_schema": {"type": "object"}, "regex": "a+", "choice": ["a"],
+    "extra_context": {"a": 1}, "best_of": 2, "suffix": "a", "top_logprobs": 2,
+    "json_schema": {"type": "object"}, "regex": "a+", "choice": ["a"],
     "grammar": "root ::= \"a\"",
 }  # fmt: skip
 

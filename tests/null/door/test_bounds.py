@@ -9,6 +9,7 @@ WITH_A_REASON = {"openvino", "openvino-genai", "openvino-tokenizers", "uvicorn",
 OF_AN_ENVIRONMENT_OF_THEIR_OWN = {"export", "train"}
 OF_DEVELOPERS = {
     "clients",
+    "newer-clients",
     "test",
     "check",
     "docs",
