@@ -11,11 +11,13 @@ from pydantic import ValidationError  # noqa: E402
 
 from staticllm.server.answers.fields import Fields, _takes_integers  # noqa: E402
 from staticllm.server.answers.messages import template_messages  # noqa: E402
+from staticllm.server.anthropic.fields import MessagesRequest
 from staticllm.server.ollama.fields import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest  # noqa: E402
 from staticllm.server.ollama.generation import template_messages as ollama_messages  # noqa: E402
 from staticllm.server.openai.chat import ChatRequest  # noqa: E402
 from staticllm.server.openai.completions import CompletionRequest  # noqa: E402
 from staticllm.server.openai.encoders import EmbeddingsRequest, RerankRequest  # noqa: E402
+from staticllm.server.openai.infill import InfillRequest
 from staticllm.server.openai.tokens import DetokenizeRequest  # noqa: E402
 from staticllm.server.responses.fields import ResponsesRequest  # noqa: E402
 from staticllm.server.responses.items import messages_of  # noqa: E402
@@ -25,6 +27,7 @@ NUMBERS = {"OpenaiNumbers", "OllamaNumbers", "ResponsesNumbers"}
 LEAST = {
     ChatRequest: {"messages": [USER]}, CompletionRequest: {"prompt": "a"}, ResponsesRequest: {"input": "a"},
     EmbeddingsRequest: {"input": "a"}, RerankRequest: {"query": "a", "documents": ["a"]}, DetokenizeRequest: {"tokens": [1]},
+    InfillRequest: {}, MessagesRequest: {"model": "a", "max_tokens": 1, "messages": [USER]},
     OllamaChatRequest: {"model": "a"}, OllamaGenerateRequest: {"model": "a"}, OllamaEmbedRequest: {"model": "a", "input": "a"},
 }  # fmt: skip
 

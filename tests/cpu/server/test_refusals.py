@@ -76,7 +76,7 @@ def test_null_counts_as_absent_and_ends_of_ranges_are_taken(client, change):
         ({"temperature": "hot"}, "temperature", "valid number"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"stop": ["a"] * 17}, "stop", "at most 16"),
-        ({"top_logprobs": 3, "logprobs": True}, "top_logprobs", "only the chosen tokens"),
+        ({"top_logprobs": 3}, "top_logprobs", "without logprobs"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "differ"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "without stream"),
