@@ -130,11 +130,10 @@ def answer_of(question: Question, probabilities: Sequence[float]) -> Answer:
         return PredicateAnswer(question.name, probabilities[0])
     best = max(range(len(probabilities)), key=lambda place: probabilities[place])
     if isinstance(question, Choice):
-        values = [getattr(option, "value", option) for option in question.options]
-        found = tuple(map(OptionProbability, values, probabilities))
-        return ChoiceAnswer(question.name, values[best], choice_confidence(probabilities), found)
-    labels = [getattr(level, "label", level) for level in question.levels]
-    levels = tuple(LevelProbability(label, place, probabilities[place]) for place, label in enumerate(labels))
+        found = tuple(OptionProbability(*each) for each in zip(question.values, probabilities, strict=True))
+        return ChoiceAnswer(question.name, question.values[best], choice_confidence(probabilities), found)
+    shares = enumerate(zip(question.labels, probabilities, strict=True))
+    levels = tuple(LevelProbability(label, place, probability) for place, (label, probability) in shares)
     score = sum(level.value * level.probability for level in levels)
     return ScoreAnswer(question.name, score, score_confidence(probabilities), levels)
 

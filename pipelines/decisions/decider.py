@@ -82,7 +82,7 @@ class Decider:
     def order(
         self,
         state: object,
-        questions: Sequence[Question],
+        questions: Question | Sequence[Question],
         reading: Reading | None = None,
         orders: int | None = None,
         calibration: Calibration | None = None,

@@ -15,7 +15,7 @@ from staticllm.errors import PromptError, encoding
 
 from ..text.inputs import real_ids
 from ..text.tokenizer_tools import TokenizerTools
-from .questions import Choice, Level, Option, Predicate, Question, QuestionError, Reading
+from .questions import Choice, Predicate, Question, QuestionError, Reading
 
 MAX_ORDERS = 4
 _PLACE = "\ue000"
@@ -212,11 +212,10 @@ def _labels_of(question: Question) -> list[str]:
     if isinstance(question, Predicate):
         return [YES, NO]
     if isinstance(question, Choice):
-        values = [option.value for option in question.options if isinstance(option, Option)]
-        if any(isinstance(value, bool) for value in values):
-            return [json.dumps(value, ensure_ascii=False) for value in values]
-        return [str(value) for value in values]
-    return [level.label for level in question.levels if isinstance(level, Level)]
+        if any(isinstance(value, bool) for value in question.values):
+            return [json.dumps(value, ensure_ascii=False) for value in question.values]
+        return [str(value) for value in question.values]
+    return list(question.labels)
 
 
 def _lines_of(question: Question, texts: Sequence[str]) -> list[str]:

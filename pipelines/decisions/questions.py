@@ -76,6 +76,11 @@ class Choice:
     name: str | None = None
     """Names the answer; the model does not read it."""
 
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The values of the options."""
+        return tuple(option.value if isinstance(option, Option) else option for option in self.options)
+
 
 @dataclass(frozen=True)
 class Score:
@@ -88,11 +93,16 @@ class Score:
     name: str | None = None
     """Names the answer; the model does not read it."""
 
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels of the levels."""
+        return tuple(level.label if isinstance(level, Level) else level for level in self.levels)
+
 
 Question: TypeAlias = Predicate | Choice | Score
 
 
-def checked(questions: Sequence[Question]) -> tuple[Question, ...]:
+def checked(questions: Question | Sequence[Question]) -> tuple[Question, ...]:
     """Return the questions with ``Option`` and ``Level`` values in place of bare ones.
 
     Raises:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from staticllm.errors import StaticLLMError
 from staticllm.system.threads import POLL_SECONDS
 
 from ..engine.client_sequences.sequence import ClientSequence, Feed, SequenceEngine, begin_feeds
-from ..engine.client_sequences.state import FeedResult
+from ..engine.client_sequences.state import FeedResult, Wanted
 from .prompts import Shown
 
 MAX_LOGIT_BYTES = 64 << 20
@@ -201,12 +202,13 @@ class TreeRun:
                 assert job.parent is not None
                 job.sequence = self._opened(job.parent)
             self._num_fed += len(job.tokens)
-            wanted = "all" if job.node.tokens else "last"
-            feeds.append(
-                Feed(job.sequence, job.tokens, lambda result, job=job: self._results.put((job, result)), wanted)  # type: ignore[misc]
-            )
+            wanted: Wanted = "all" if job.node.tokens else "last"
+            feeds.append(Feed(job.sequence, job.tokens, partial(self._done, job), wanted))
         if feeds:
             begin_feeds(self._engine, feeds)
+
+    def _done(self, job: _Job, result: FeedResult) -> None:
+        self._results.put((job, result))
 
     def _next(self, kind: type[Result]) -> Result:
         """Wait for the next result, which is of this kind."""

@@ -227,7 +227,7 @@ def written(answer: Answer) -> dict[str, Any]:
         return {"type": "predicate", "name": answer.name, "probability": answer.probability}
     if isinstance(answer, ChoiceAnswer):
         options = [{"value": each.value, "probability": each.probability} for each in answer.probabilities]
-        head = {"type": "choice", "name": answer.name, "choice": answer.choice}
+        head: dict[str, Any] = {"type": "choice", "name": answer.name, "choice": answer.choice}
         return {**head, "confidence": answer.confidence, "probabilities": options}
     if isinstance(answer, ScoreAnswer):
         levels = [
@@ -245,11 +245,9 @@ def right_option(question: Question, answer: Any) -> int:
         QuestionError: it is none of the options.
     """
     if isinstance(question, Predicate):
-        options: list[Any] = [True, False]
-    elif isinstance(question, Choice):
-        options = [getattr(option, "value", option) for option in question.options]
+        options: Sequence[Any] = (True, False)
     else:
-        options = [getattr(level, "label", level) for level in question.levels]
+        options = question.values if isinstance(question, Choice) else question.labels
     for place, option in enumerate(options):
         if type(option) is type(answer) and option == answer:
             return place

@@ -173,8 +173,12 @@ class BeamRequest(RequestState):
         for place, (token, logprob) in enumerate(zip(hypothesis.tokens, hypothesis.logprobs, strict=True)):
             moment = lead.token_times[place]
             chosen, device = self._steps[place]
-            counts = {"num_cached": lead.kv.num_cached, "num_recomputed": lead.kv.num_recomputed}
-            self.queue.put(TokenOutput(token, logprob, moment, chosen, index, device, **counts))
+            self.queue.put(
+                TokenOutput(
+                    token, logprob, moment, chosen, index, device,
+                    num_cached=lead.kv.num_cached, num_recomputed=lead.kv.num_recomputed,
+                )
+            )  # fmt: skip
         self._finish_one(index, partial(self.queue.put, Finished(self._reason_of(hypothesis), None, index)))
 
     def _reason_of(self, hypothesis: Hypothesis) -> FinishReason:

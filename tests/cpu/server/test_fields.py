@@ -11,13 +11,13 @@ from pydantic import ValidationError  # noqa: E402
 
 from staticllm.server.answers.fields import Fields, _takes_integers  # noqa: E402
 from staticllm.server.answers.messages import template_messages  # noqa: E402
-from staticllm.server.anthropic.fields import MessagesRequest
+from staticllm.server.anthropic.fields import MessagesRequest  # noqa: E402
 from staticllm.server.ollama.fields import OllamaChatRequest, OllamaEmbedRequest, OllamaGenerateRequest  # noqa: E402
 from staticllm.server.ollama.generation import template_messages as ollama_messages  # noqa: E402
 from staticllm.server.openai.chat import ChatRequest  # noqa: E402
 from staticllm.server.openai.completions import CompletionRequest  # noqa: E402
 from staticllm.server.openai.encoders import EmbeddingsRequest, RerankRequest  # noqa: E402
-from staticllm.server.openai.infill import InfillRequest
+from staticllm.server.openai.infill import InfillRequest  # noqa: E402
 from staticllm.server.openai.tokens import DetokenizeRequest  # noqa: E402
 from staticllm.server.responses.fields import ResponsesRequest  # noqa: E402
 from staticllm.server.responses.items import messages_of  # noqa: E402
@@ -161,6 +161,9 @@ def test_a_tool_may_have_more_fields_but_none_that_is_misspelled(kind):
 
 @pytest.mark.parametrize("kind", LEAST)
 def test_unknown_parameters_of_a_request_are_refused(kind):
+    if kind in (InfillRequest, MessagesRequest):  # their clients send many that are for other servers
+        assert kind.model_validate({**LEAST[kind], "colour": 1})
+        return
     with pytest.raises(ValidationError, match="colour"):
         kind.model_validate({**LEAST[kind], "colour": 1})
     assert kind.model_validate({**LEAST[kind], "colour": None})
