@@ -123,18 +123,24 @@ class HostPool:
                 self._drop(_key(old))
 
     def count_outside(self, num_slots: int) -> int:
-        """Let conversations have ``num_slots`` slots in the arena; the oldest here are dropped for them.
+        """Let conversations have ``num_slots`` slots in the arena; the oldest here that no session has claimed are dropped.
 
         Return how many slots there are too many for all.
         """
         self._num_outside = num_slots
-        self._shrink()
+        self._shrink(drops_claimed=False)
         return max(0, self._num_used - self.num_slots)
 
-    def first_to_leave(self, sequences: Sequence[KVSequence]) -> KVSequence:
-        """Return the first of ``sequences``, at least one, that no session has claimed within its share, else the first."""
+    def unclaimed(self, sequences: Sequence[KVSequence]) -> KVSequence | None:
+        """Return the first of ``sequences`` that no session has claimed within its share; None if all are claimed."""
         claimed = self._claimed(sequences) if self._claims else set()
-        return next((each for each in sequences if _key(each) not in claimed), sequences[0])
+        return next((each for each in sequences if _key(each) not in claimed), None)
+
+    def drop_claimed(self) -> bool:
+        """Drop conversations that sessions have claimed, as far as there is too little room. Return whether one was dropped."""
+        before = self.num_kept_slots
+        self._shrink()
+        return self.num_kept_slots < before
 
     def longest(
         self, tokens: Sequence[int], is_whole: bool = False, conditions: Conditions = PLAIN
@@ -173,12 +179,12 @@ class HostPool:
     def _num_used(self) -> int:
         return self.num_swapped_slots + self.num_kept_slots + self._num_outside
 
-    def _shrink(self) -> None:
+    def _shrink(self, drops_claimed: bool = True) -> None:
         if self._num_used <= self.num_slots:
             return
         claimed = self._claimed()
         for key in sorted(self._kept, key=lambda key: key in claimed):  # stable: the oldest first among equals
-            if self._num_used <= self.num_slots:
+            if self._num_used <= self.num_slots or (key in claimed and not drops_claimed):
                 return
             self._drop(key)
 

@@ -26,8 +26,8 @@ from .stored import StoredSequence
 
 SPARE_SHARE = 4
 """One more of so many pages is spare: the last page of a sequence is rarely full. A page that is never used takes no memory."""
-SPARE_PER_SEQUENCE = 4
-"""Spare pages of each sequence of a call."""
+SPARE_PER_SEQUENCE = 1
+"""Spare pages of each sequence of a call, the branches of a decision among them."""
 
 
 class PagedArena(Arena):

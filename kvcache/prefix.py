@@ -85,9 +85,12 @@ class PrefixCache:
     def _drop_oldest(self) -> None:
         """Drop cached sequences until they and those of the host pool have no more slots than this may have."""
         while self._count_outside() and len(self._cached) > 1:
-            oldest = self._host_pool.first_to_leave(self._cached)
-            self._cached.remove(oldest)
-            self._cache.close(oldest)
+            oldest = self._host_pool.unclaimed(self._cached)
+            if oldest is None and self._host_pool.drop_claimed():
+                continue
+            leaving = self._cached[0] if oldest is None else oldest
+            self._cached.remove(leaving)
+            self._cache.close(leaving)
 
     def _count_outside(self) -> int:
         """Let cached sequences count with those of the host pool; return how many slots they have too many."""
@@ -134,9 +137,9 @@ class PrefixCache:
         """
         if not self._cache.reads_idle_slots:
             while self._cached and self._cache.slots.num_free < num_slots:
-                oldest = self._host_pool.first_to_leave(self._cached)
-                self._cached.remove(oldest)
-                self._offload(oldest)
+                leaving = self._host_pool.unclaimed(self._cached) or self._cached[0]
+                self._cached.remove(leaving)
+                self._offload(leaving)
                 self._finish_all_offloads()
             return
         if self._cached:

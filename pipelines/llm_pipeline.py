@@ -283,7 +283,8 @@ class StaticLLMPipeline:
     ) -> Decision:
         """Answer typed questions about one state with probabilities; no text is generated (docs/decide.md).
 
-        The state runs once, or not at all if it is cached. An answer depends on the state and on its own question only.
+        The state runs once, or not at all if it is cached. An answer depends on the state and on its own question only. The
+        adapters are those of the default generation config.
 
         Args:
             state: A text; or an object or a list, which are shown as JSON.
@@ -336,9 +337,8 @@ class StaticLLMPipeline:
         check_priority(priority)
         check_deadline(deadline_ms)
         if self._decider is None:
-            self._decider = Decider(
-                self.engine, self._tools, DecisionLimits(self.config.max_seq_len, self.config.max_waiting)
-            )
+            limits = DecisionLimits(self.config.max_seq_len, self.config.max_waiting)
+            self._decider = Decider(self.engine, self._tools, limits, lambda: self._input_processor.adapter_scales)
         return self._decider
 
     def check(

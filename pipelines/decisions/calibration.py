@@ -126,10 +126,15 @@ def fitted(examples: Sequence[Example]) -> float:
     def loss(heat: float) -> float:
         return quality_of(examples, heat).log_loss
 
-    low, high = math.log(LEAST), math.log(MOST)
+    low = math.log(LEAST)
+    high = math.log(MOST)
     share = (math.sqrt(5) - 1) / 2
     for _ in range(60):  # the interval shrinks to 1e-12 of itself
-        first, second = high - share * (high - low), low + share * (high - low)
-        low, high = (low, second) if loss(math.exp(first)) < loss(math.exp(second)) else (first, high)
+        first = high - share * (high - low)
+        second = low + share * (high - low)
+        if loss(math.exp(first)) < loss(math.exp(second)):
+            high = second
+        else:
+            low = first
     found = min(max(math.exp((low + high) / 2), LEAST), MOST)
     return found if loss(found) < loss(1.0) else 1.0

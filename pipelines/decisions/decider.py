@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from staticllm.errors import BusyError, ConfigError, PromptTooLongError, shown
 
-from ..engine.client_sequences.sequence import SequenceEngine
+from ...kvcache.sequence import AdapterScales
+from ..engine.engine import Engine
 from ..text.tokenizer_tools import TokenizerTools
 from .answers import Decision, DecisionUsage, answer_of, softmax
 from .calibration import Calibration
@@ -72,8 +73,16 @@ class DecisionOrder:
 class Decider:
     """Answers questions with the model of one engine. Any thread may call the methods."""
 
-    def __init__(self, engine: SequenceEngine, tools: TokenizerTools, limits: DecisionLimits) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tools: TokenizerTools,
+        limits: DecisionLimits,
+        adapters: Callable[[], AdapterScales] = lambda: (),
+    ) -> None:
+        """``adapters`` returns the factor of each adapter of the model that a request uses by default."""
         self._engine = engine
+        self._adapters = adapters
         self._prompts = DecisionPrompts(tools)
         self._limits = limits
         self._num_running = 0
@@ -118,10 +127,10 @@ class Decider:
         self, question: Question, reading: Reading, orders: int, room: int, path: Sequence[str | int]
     ) -> AskedQuestion:
         """Return how a question is shown. A list that is longer than the model can have is read in branches."""
-        found = AskedQuestion(tuple(self._prompts.shown(question, reading, orders, path)), reading)
+        found = AskedQuestion(tuple(self._prompts.texts(question, reading, orders, path)), reading)
         if found.longest <= room or reading == "branches":
             return found
-        return AskedQuestion(tuple(self._prompts.shown(question, "branches", 1, path)), "branches")
+        return AskedQuestion(tuple(self._prompts.texts(question, "branches", 1, path)), "branches")
 
     @contextmanager
     def running(self, priority: int, deadline_ms: float | None) -> Iterator[TreeRun]:
@@ -138,7 +147,7 @@ class Decider:
             self._num_running += 1
         try:
             deadline = None if deadline_ms is None else time.perf_counter() + deadline_ms / 1e3
-            yield TreeRun(self._engine, priority, deadline)
+            yield TreeRun(self._engine, priority, deadline, self._adapters())
         finally:
             with self._lock:
                 self._num_running -= 1
@@ -172,9 +181,10 @@ def _probabilities(
     """Return the probability of each option of a question: the mean of those of its orders, or one branch for each."""
     heat = 1.0 if calibration is None else calibration.temperature_of(question)
     if asked.reading == "branches" and not isinstance(question, Predicate):
-        yes = np.array([softmax(each)[0] for each in scores])
-        return softmax(np.log(np.maximum(yes, np.finfo(np.float64).tiny)), heat).tolist()  # type: ignore[no-any-return]
-    total = np.zeros(len(asked.texts[0].places))
-    for text, found in zip(asked.texts, scores, strict=True):
-        total[list(text.places)] += softmax(found, heat)
-    return (total / len(asked.texts)).tolist()  # type: ignore[no-any-return]
+        found = np.array([softmax(each)[0] for each in scores])
+    else:
+        found = np.zeros(len(asked.texts[0].places))
+        for text, each in zip(asked.texts, scores, strict=True):
+            found[list(text.places)] += softmax(each) / len(asked.texts)
+    # of the mean over orders, as temperatures are fitted to answers
+    return softmax(np.log(np.maximum(found, np.finfo(np.float64).tiny)), heat).tolist()  # type: ignore[no-any-return]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 from staticllm.system.threads import POLL_SECONDS, start_thread
 
@@ -53,15 +54,23 @@ class DecisionHandle:
 
     def __await__(self) -> Generator[object, None, Decision]:
         """Wait for the answers without blocking the event loop. A task that is cancelled cancels the decision."""
-
         import asyncio  # 1 MB, which only programs with an event loop need
 
         async def read() -> Decision:
+            ended = asyncio.Event()
+            loop = asyncio.get_running_loop()
+
+            def wake() -> None:
+                with suppress(RuntimeError):  # the loop was closed
+                    loop.call_soon_threadsafe(ended.set)
+
+            self._found.when_done(wake)
             try:
-                return await asyncio.to_thread(self.result)
+                await ended.wait()
             except BaseException:
                 self.cancel()
                 raise
+            return self.result()
 
         return read().__await__()
 
@@ -81,10 +90,30 @@ class _Outcome:
     def __init__(self) -> None:
         self.decision: Decision | None = None
         self.error: BaseException | None = None
+        self._waiting: list[Callable[[], None]] = []
+        self._lock = threading.Lock()
 
     @property
     def is_done(self) -> bool:
         return self.decision is not None or self.error is not None
+
+    def end(self, decision: Decision | None, error: BaseException | None) -> None:
+        """Note what was found, and tell those that wait."""
+        with self._lock:
+            self.decision = decision
+            self.error = error
+            waiting = self._waiting
+            self._waiting = []
+        for wake in waiting:
+            wake()
+
+    def when_done(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` at the end, at once if that is over."""
+        with self._lock:
+            if not self.is_done:
+                self._waiting.append(wake)
+                return
+        wake()
 
 
 def _reader(
@@ -101,7 +130,6 @@ def _reader(
             error = raised
         finally:
             running.__exit__(None, None, None)
-        found.decision = decision
-        found.error = error
+        found.end(decision, error)
 
     return read

@@ -11,13 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from staticllm.errors import PromptError, encoding
+from staticllm.errors import PromptError, encoding, shown
 
 from ..text.inputs import real_ids
 from ..text.tokenizer_tools import TokenizerTools
 from .questions import Choice, Predicate, Question, QuestionError, Reading
 
 MAX_ORDERS = 4
+MAX_LABEL_TOKENS = 128
+"""The most tokens of an answer: each of them has logits."""
+MAX_KEPT_LABELS = 10_000
+"""Labels whose tokens are kept: questions are asked again about other states."""
 _PLACE = "\ue000"
 """Stands for the message when a template is rendered once for all; a character that no text uses."""
 _TASK = "Read the text and choose the option that is right. Answer with that option only.\n\nText: "
@@ -48,6 +52,8 @@ class _Frame:
     before: str
     after: str
     end: int
+    header: tuple[int, ...]
+    """The tokens of ``after``."""
 
 
 class DecisionPrompts:
@@ -56,6 +62,7 @@ class DecisionPrompts:
     def __init__(self, tools: TokenizerTools) -> None:
         self._tools = tools
         self._frames: dict[str, _Frame] = {}
+        self._labels: dict[tuple[str, str], tuple[int, ...]] = {}
 
     def check(self) -> None:
         """Check that the model can be asked.
@@ -69,7 +76,7 @@ class DecisionPrompts:
         """Return the tokens of a state, with what the template writes before it."""
         return self._ids(self._frame().before + _TASK + self._neutral(text) + _GAP)
 
-    def shown(self, question: Question, reading: Reading, orders: int, path: Sequence[str | int]) -> list[Shown]:
+    def texts(self, question: Question, reading: Reading, orders: int, path: Sequence[str | int]) -> list[Shown]:
         """Return how a question is shown: once per order of its options, or once per option.
 
         Raises:
@@ -105,21 +112,30 @@ class DecisionPrompts:
     def _label(self, text: str) -> tuple[int, ...]:
         """Return the tokens of an answer behind the header of the assistant, and the token that ends it."""
         frame = self._frame()
-        header = self._ids(frame.after)
-        joined = self._ids(frame.after + self._neutral(text))
-        own = joined[len(header) :] if joined[: len(header)] == header else self._ids(self._neutral(text))
-        return (*own, frame.end)
+        key = frame.after, text
+        if key not in self._labels:
+            joined = tuple(self._ids(frame.after + text))
+            own = joined[len(frame.header) :] if joined[: len(frame.header)] == frame.header else tuple(self._ids(text))
+            if any(map(self._tools.special_tokens.is_special, own)):
+                own = tuple(self._ids(self._neutral(text)))
+            if len(self._labels) >= MAX_KEPT_LABELS:
+                self._labels = {}
+            self._labels[key] = own
+        return (*self._labels[key], frame.end)
 
     def _check_different(
         self, labels: Sequence[tuple[int, ...]], texts: Sequence[str], path: Sequence[str | int]
     ) -> None:
         known: dict[tuple[int, ...], str] = {}
         for label, text in zip(labels, texts, strict=True):
-            if len(label) < 2:
-                raise QuestionError(f"the option {text!r} has no token: name it otherwise", path)
+            if not 2 <= len(label) <= MAX_LABEL_TOKENS:
+                name = shown(text)
+                given = f"the option {name} has {len(label) - 1} tokens: it must have 1 to {MAX_LABEL_TOKENS - 1}"
+                raise QuestionError(f"{given}; give it a shorter name, and describe it in its description", path)
             if label in known:
                 raise QuestionError(
-                    f"the options {known[label]!r} and {text!r} are the same tokens: name one of them otherwise", path
+                    f"the options {shown(known[label])} and {shown(text)} are the same tokens: name one of them otherwise",
+                    path,
                 )
             known[label] = text
 
@@ -156,7 +172,8 @@ class DecisionPrompts:
         talked = self._rendered(template, [_user("a"), {"role": "assistant", "content": _PLACE}, _user("b")])
         rest = self._ids(talked.partition(_PLACE)[2])
         is_end = bool(rest) and self._tools.special_tokens.is_special(rest[0])
-        return _Frame(before, after, rest[0] if is_end else int(self._tools.tokenizer.get_eos_token_id()))
+        end = rest[0] if is_end else int(self._tools.tokenizer.get_eos_token_id())
+        return _Frame(before, after, end, tuple(self._ids(after)))
 
     def _rendered(self, template: str, messages: Sequence[Mapping[str, Any]]) -> str:
         tokenizer = self._tools.tokenizer

@@ -11,6 +11,8 @@ from staticllm.errors import PromptError, shown
 MAX_QUESTIONS = 400
 MAX_OPTIONS = 255
 MAX_LEVELS = 10
+MAX_ALL_OPTIONS = 10_000
+"""Options of all questions together: each is tokenized before anything runs."""
 Reading = Literal["list", "branches"]
 """How the options of a question are shown: all in a list, or each in a branch of its own, which shows no other option."""
 Value: TypeAlias = str | bool
@@ -119,7 +121,14 @@ def checked(questions: Question | Sequence[Question]) -> tuple[Question, ...]:
             f"{len(questions)} questions: there must be 1 to {MAX_QUESTIONS}; ask in several calls, the state stays cached",
             ("questions",),
         )
-    return tuple(_checked(question, ("questions", place)) for place, question in enumerate(questions))
+    found = tuple(_checked(question, ("questions", place)) for place, question in enumerate(questions))
+    total = sum(len(question.options) for question in found if isinstance(question, Choice))
+    if total > MAX_ALL_OPTIONS:
+        raise QuestionError(
+            f"{total} options in all questions together: at most {MAX_ALL_OPTIONS}; ask in several calls, the state stays cached",
+            ("questions",),
+        )
+    return found
 
 
 def _checked(question: object, path: tuple[str | int, ...]) -> Question:

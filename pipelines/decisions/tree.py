@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 from staticllm.errors import StaticLLMError
 from staticllm.system.threads import POLL_SECONDS
 
-from ..engine.client_sequences.sequence import ClientSequence, Feed, SequenceEngine, begin_feeds
+from ...kvcache.sequence import AdapterScales
+from ..engine.client_sequences.sequence import ClientSequence, ExactPrefix, Feed
 from ..engine.client_sequences.state import FeedResult, Wanted
+from ..engine.engine import Engine
 from .prompts import Shown
 
 MAX_LOGIT_BYTES = 64 << 20
@@ -103,13 +105,13 @@ class DecisionCancelledError(StaticLLMError):
 class TreeRun:
     """One decision on an engine. ``run`` is called once, on any thread; ``cancel`` ends it from another."""
 
-    def __init__(self, engine: SequenceEngine, priority: int, deadline: float | None, owner: int = 0) -> None:
-        """``deadline``: a moment of ``time.perf_counter``."""
+    def __init__(self, engine: Engine, priority: int, deadline: float | None, adapters: AdapterScales = ()) -> None:
+        """``deadline``: a moment of ``time.perf_counter``. ``adapters``: the factor of each of the model's."""
         self._engine = engine
         self._priority = priority
         self._deadline = deadline
-        self._owner = owner
-        self._results: queue.SimpleQueue[tuple[_Job, FeedResult] | int | None] = queue.SimpleQueue()
+        self._adapters = adapters
+        self._results: queue.SimpleQueue[tuple[_Job, FeedResult] | int | Exception | None] = queue.SimpleQueue()
         self._open: set[ClientSequence] = set()
         self._lock = threading.Lock()
         self.is_cancelled = False
@@ -135,7 +137,10 @@ class TreeRun:
             PromptTooLongError, PromptError: state and question have more tokens than the model can have.
             ClosedError: the engine was closed.
         """
-        root = ClientSequence(self._engine, self._priority, self._owner, prefix=state, on_open=self._results.put)
+        with self._lock:
+            exact = ExactPrefix(state, self._results.put, self._adapters)
+            root = ClientSequence(self._engine, self._priority, exact=exact)
+            self._open.add(root)
         found = [np.full(len(shown.labels), np.nan) for shown in questions]
         try:
             num_cached = self._run_state(root, state)
@@ -205,7 +210,7 @@ class TreeRun:
             wanted: Wanted = "all" if job.node.tokens else "last"
             feeds.append(Feed(job.sequence, job.tokens, partial(self._done, job), wanted))
         if feeds:
-            begin_feeds(self._engine, feeds)
+            self._engine.feed(feeds)
 
     def _done(self, job: _Job, result: FeedResult) -> None:
         self._results.put((job, result))
@@ -218,6 +223,8 @@ class TreeRun:
                 raise DecisionCancelledError("the decision took longer than its deadline")
             with suppress(queue.Empty):
                 found = self._results.get(timeout=left)
+                if isinstance(found, Exception):
+                    raise found
                 if found is not None:
                     assert isinstance(found, kind)
                     return found
@@ -231,7 +238,7 @@ class TreeRun:
 
     def _opened(self, parent: ClientSequence) -> ClientSequence:
         with self._lock:
-            sequence = parent.fork()
+            sequence = parent.fork(self._priority)
             self._open.add(sequence)
         return sequence
 

@@ -37,7 +37,7 @@ def questions_of(items: Sequence[Any]) -> list[Question]:
 def _question(item: Any, path: Path) -> Question:
     values = _object(item, path)
     kind = values.get("type")
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise _wrong((*path, "type"), kind, f"must be one of {', '.join(_KINDS)}")
     _check_keys(values, ("type", *_KINDS[kind]), path)
     instructions = _instructions(values.get("instructions"), (*path, "instructions"))
@@ -106,6 +106,8 @@ class _Said:
     def add(self, item: Mapping[str, Any], path: Path) -> None:
         """Add an item of ``input``."""
         kind = item.get("type", "message")
+        if not isinstance(kind, str):
+            raise _wrong((*path, "type"), kind, "must be a text")
         if kind in _CALLS:
             self._add_call(item, kind, path)
         elif kind in ("function_call_output", "custom_tool_call_output"):

@@ -253,7 +253,10 @@ class BatchBuilder:
         for rows in sorted(self._runner.index.widest, reverse=True):
             if rows < len(entry.segment.tokens):
                 shorter = self._entry(entry.state, rows, entry.is_prefill)
-                if self._runner.variant_for([shorter.segment]):
+                is_shorter = len(shorter.segment.tokens) < len(
+                    entry.segment.tokens
+                )  # an exact feed has no chunk of one row
+                if is_shorter and self._runner.variant_for([shorter.segment]):
                     return shorter
         return None
 
@@ -265,9 +268,10 @@ class BatchBuilder:
         num_others = sum(len(entry.segment.tokens) for entry in others)
         for rows in self._runner.index.rows_with_logits:
             if 0 < rows - num_others < len(last.segment.tokens):
-                shorter = [*others, self._entry(last.state, rows - num_others, last.is_prefill)]
-                if self._variant_for(shorter) is not None:
-                    return shorter
+                fewer = self._entry(last.state, rows - num_others, last.is_prefill)
+                is_shorter = len(fewer.segment.tokens) < len(last.segment.tokens)
+                if is_shorter and self._variant_for([*others, fewer]) is not None:
+                    return [*others, fewer]
         return None
 
     def _to_host(self, entries: list[BatchEntry]) -> list[BatchEntry]:

@@ -283,7 +283,7 @@ class KVCacheManager:
 
         Keys that were moved are not cached: the model would compute others.
         """
-        if state.kv.is_shifted:
+        if state.kv.is_shifted or not state.is_reusable:
             self._drop(state)
         elif state.kv.sequence is not None:
             self.prefix.keep(state.kv.sequence)

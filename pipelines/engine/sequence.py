@@ -71,6 +71,8 @@ class SequenceState(ABC):
     """Which answer of its request it is."""
     is_exact: bool = False
     """Whether its logits must not depend on what runs beside it."""
+    is_reusable: bool = True
+    """Whether its slots stay cached when it ends."""
 
     def __init__(
         self,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import openvino_genai as genai
 
 from staticllm.errors import PromptError, encoding
 
 from .inputs import real_ids
+from .tokenizer_tools import SpecialTokens
 
 _MARKERS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
@@ -59,11 +62,26 @@ def infill_prompt(tokenizer: genai.Tokenizer, before: str, after: str) -> Infill
 
 
 def _ids(tokenizer: genai.Tokenizer, text: str) -> list[int]:
-    if not text:
-        return []
+    """Return the tokens of a text. What looks like a special token is text, so it is divided and tokenized in two parts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(f"the text has half a character at index {error.start}: remove it") from error
+    special = SpecialTokens(tokenizer)
+    found = _encoded(tokenizer, text)
+    names = {
+        str(tokenizer.decode([token], skip_special_tokens=False)) for token in set(found) if special.is_special(token)
+    }
+    names.discard("")
+    if not names:
+        return found
+    ends = [place.start() + 1 for place in re.finditer("|".join(map(re.escape, sorted(names))), text)]
+    parts = [text[start:end] for start, end in pairwise((0, *ends, len(text)))]
+    return [token for part in parts for token in _encoded(tokenizer, part)]
+
+
+def _encoded(tokenizer: genai.Tokenizer, text: str) -> list[int]:
+    if not text:
+        return []
     with encoding(f"{len(text)} characters"):
         return list(real_ids(tokenizer.encode(text, add_special_tokens=False))[0])

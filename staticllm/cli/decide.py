@@ -224,6 +224,7 @@ def _examples(path: Path) -> Iterator[tuple[str, Question, int]]:
     Raises:
         ConfigError: a line is no example; the message says which.
     """
+    from staticllm.pipelines.decisions.prompts import state_text
     from staticllm.pipelines.decisions.written import question_of, right_option
 
     try:
@@ -234,7 +235,7 @@ def _examples(path: Path) -> Iterator[tuple[str, Question, int]]:
                 try:
                     values = json.loads(line[:MAX_LINE])
                     question = question_of(values["question"])
-                    yield str(values["state"]), question, right_option(question, values["answer"])
+                    yield state_text(values["state"]), question, right_option(question, values["answer"])
                 except (ValueError, KeyError, TypeError, RecursionError, StaticLLMError) as error:
                     raise ConfigError(f"{path}, line {number}: {error}") from error
     except OSError as error:
@@ -248,6 +249,7 @@ def _scored(
 ) -> list[tuple[int, Example]]:
     """Return the examples with the probabilities of the model, and the number of the state of each."""
     from staticllm.pipelines.decisions.calibration import Example, kind_of
+    from staticllm.pipelines.decisions.questions import MAX_QUESTIONS
     from staticllm.pipelines.decisions.written import log_probabilities
 
     found: list[tuple[int, Example]] = []
@@ -256,9 +258,17 @@ def _scored(
         groups[state] += [(question, right) for _, question, right in group]
     for place, (state, known) in enumerate(groups.items()):
         shown.show("deciding", place, len(groups))
-        answers = pipe.decide(
-            state, [question for question, _ in known], reading=options["reading"], orders=options["orders"]
-        ).answers
+        questions = [question for question, _ in known]
+        answers = [
+            answer
+            for start in range(0, len(questions), MAX_QUESTIONS)
+            for answer in pipe.decide(
+                state,
+                questions[start : start + MAX_QUESTIONS],
+                reading=options["reading"],
+                orders=options["orders"],
+            ).answers
+        ]
         for (question, right), answer in zip(known, answers, strict=True):
             if (scores := log_probabilities(answer)) is not None:
                 found.append((place, Example(kind_of(question), scores, right)))

@@ -8,7 +8,7 @@ from contextlib import suppress
 from staticllm.core import FinishReason
 from staticllm.errors import PromptError
 
-from ....kvcache.sequence import PLAIN, Conditions
+from ....kvcache.sequence import PLAIN, AdapterScales, Conditions
 from ..serving import Serving
 from .state import (
     BeamState,
@@ -47,19 +47,20 @@ class Feeds:
         self._serving.device.kv_manager.idle.add(state)
         return state
 
-    def open_exact(self, tokens: Sequence[int], priority: int = 0, owner: int = 0) -> ClientState:
+    def open_exact(
+        self, tokens: Sequence[int], priority: int = 0, owner: int = 0, adapters: AdapterScales = ()
+    ) -> ClientState:
         """Return a new sequence, which is idle, with the longest prefix of ``tokens`` that is cached: all of them, if they are.
 
-        Its logits do not depend on what runs beside it, where the device lets that be.
+        Its logits do not depend on what runs beside it, where the device lets that be. ``adapters``: the factor of each.
         """
-        state = self.open(priority, owner=owner)
-        state.is_exact = True
         manager = self._serving.device.kv_manager
-        conditions = self._serving.device.runner.cache.conditions_at(PLAIN, len(tokens))
-        found = manager.prefix.attach(
-            [*tokens, tokens[-1]], manager.sequences(), conditions
-        )  # nothing is computed before the last
-        manager.idle.remove(state)
+        own = Conditions(adapters)
+        conditions = self._serving.device.runner.cache.conditions_at(own, len(tokens))
+        # nothing is computed before the last token, so there is one more
+        found = manager.prefix.attach([*tokens, tokens[-1]], manager.sequences(), conditions)
+        state = ClientState(self._serving.vocab_size, priority, None, own, owner, self._serving.clock)
+        state.is_exact = True
         state.take_cached(found)
         manager.idle.add(state)
         return state
@@ -142,6 +143,7 @@ class Feeds:
         Its slots stay cached for other requests if that ``is_reusable``.
         """
         state.is_closed = True
+        state.is_reusable = is_reusable
         if state in self._serving.device.kv_manager.idle:
             self._serving.device.kv_manager.idle.close(state, is_reusable)
             if state.is_recorded:

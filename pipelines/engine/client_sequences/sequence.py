@@ -9,6 +9,7 @@ from typing import Protocol
 
 from staticllm.errors import BusyError, ClosedError, PromptError, as_ours
 
+from ....kvcache.sequence import AdapterScales
 from ..engine_core import EngineCore
 from .state import ClientState, FeedOrder, FeedResult, Wanted
 
@@ -26,6 +27,20 @@ class SequenceEngine(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class ExactPrefix:
+    """What a sequence begins with. Its logits, and those of its forks, do not depend on what runs beside it.
+
+    That holds where the device lets it be. ``adapters``: the factor of each; () for none. ``on_open`` gets the number of
+    ``tokens`` that are cached, which the sequence has from the beginning, or why it could not be opened. It is called on the
+    engine's thread, before any feed runs.
+    """
+
+    tokens: Sequence[int]
+    on_open: Callable[[int | Exception], object]
+    adapters: AdapterScales = ()
+
+
 class ClientSequence:
     """A sequence of an engine whose tokens its client chooses. Any thread may call, one at a time.
 
@@ -38,14 +53,9 @@ class ClientSequence:
         priority: int = 0,
         owner: int = 0,
         original: ClientSequence | None = None,
-        prefix: Sequence[int] = (),
-        on_open: Callable[[int], object] = lambda length: None,
+        exact: ExactPrefix | None = None,
     ) -> None:
-        """``prefix``: tokens that it begins with as far as they are cached. ``on_open`` gets the number of those that are.
-
-        It is called on the engine's thread before any feed runs. The logits of such a sequence, and of its forks, do not depend
-        on what runs beside it, where the device lets that be.
-        """
+        """``exact``: what the sequence begins with as far as it is cached; see there."""
         self._engine = engine
         self._core = engine.core
         self.priority = priority
@@ -55,17 +65,17 @@ class ClientSequence:
         self._is_busy = False
         self._is_closed = False
         self.length: int = 0 if original is None else original.length
-        engine.call_soon(lambda: self._open(original, prefix, on_open))
+        engine.call_soon(lambda: self._open(original, exact))
 
-    def fork(self) -> ClientSequence:
-        """Return another sequence with the same tokens; both share the KV slots of these.
+    def fork(self, priority: int | None = None) -> ClientSequence:
+        """Return another sequence with the same tokens; both share the KV slots of these. None: of the same priority.
 
         Raises:
             BusyError: a feed is in progress.
             ClosedError: the sequence or the engine was closed.
         """
         self.check_free()
-        return ClientSequence(self._engine, self.priority, self.owner, self)
+        return ClientSequence(self._engine, self.priority if priority is None else priority, self.owner, self)
 
     def set_priority(self, priority: int) -> None:
         """Change the priority of the sequence, also of a feed in progress, before the next device call."""
@@ -83,7 +93,7 @@ class ClientSequence:
             return
         self._is_closed = True
         with suppress(ClosedError):  # the engine has released everything
-            self._engine.call_soon(lambda: self._core.feeds.close(self._opened, is_reusable))
+            self._engine.call_soon(lambda: self._close(is_reusable))
 
     def check_free(self) -> None:
         """Check that a feed or a fork may begin.
@@ -138,15 +148,25 @@ class ClientSequence:
         assert self._state is not None, "used before it was opened"
         return self._state
 
-    def _open(self, original: ClientSequence | None, prefix: Sequence[int], on_open: Callable[[int], object]) -> None:
-        if prefix:
-            self._state = self._core.feeds.open_exact(prefix, self.priority, self.owner)
+    def _close(self, is_reusable: bool) -> None:
+        if self._state is not None:  # else it could not be opened
+            self._core.feeds.close(self._state, is_reusable)
+
+    def _open(self, original: ClientSequence | None, exact: ExactPrefix | None) -> None:
+        feeds = self._core.feeds
+        if exact is not None:
+            try:
+                self._state = feeds.open_exact(exact.tokens, self.priority, self.owner, exact.adapters)
+            except Exception as error:
+                exact.on_open(as_ours(error))
+                return
             self.length = len(self._state.tokens)
-            on_open(self.length)
+            exact.on_open(self.length)
         elif original is None:
-            self._state = self._core.feeds.open(self.priority, owner=self.owner)
+            self._state = feeds.open(self.priority, owner=self.owner)
         else:
             self._state = self._core.device.kv_manager.idle.fork(original._opened)
+            self._state.info.set_priority(self.priority)
 
 
 @dataclass(frozen=True)

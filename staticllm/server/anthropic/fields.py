@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, ValidationError
 
 from staticllm.server.answers.fields import Fields, MessageFields, Text
 from staticllm.server.answers.messages import MAX_MESSAGES
@@ -188,12 +188,18 @@ def _result_of(block: ContentBlock, where: str) -> str:
     elif isinstance(content, str):
         text = content
     elif isinstance(content, list):
-        text = _text_of(
-            [ContentBlock.model_validate(part) for part in content if isinstance(part, dict)], f"{where}.content"
-        )
+        parts = [_block(part, f"{where}.content.{place}") for place, part in enumerate(content)]
+        text = _text_of(parts, f"{where}.content")
     else:
         raise ApiError(400, f"{where}.content must be a text or a list of blocks", param=f"{where}.content")
     return f"Error: {text}" if block.is_error else text
+
+
+def _block(part: Any, where: str) -> ContentBlock:
+    try:
+        return ContentBlock.model_validate(part)
+    except ValidationError:
+        raise ApiError(400, f"{where} is no block with a type and its fields", param=where) from None
 
 
 def _text_of(content: Content, where: str) -> str:

@@ -36,6 +36,7 @@ async def decided(
                     handle = await call.state.workers.run(
                         lambda: model.chat.submit_decision(state, questions, priority=priority),  # type: ignore[arg-type]
                         lambda handle: handle.cancel(),
+                        owner=model.spec.name,
                     )
                     try:
                         found = await handle

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -65,7 +65,7 @@ async def _answer(call: ApiCall) -> Response:
     try:
         found = await decided(call, model, state, list(questions.values()), is_proactive(call, model))
     except QuestionError as error:
-        raise _invalid(_where(error.path, ids), str(error)) from None
+        raise _invalid(_where(error.path, values["questions"]), str(error)) from None
     except (PromptError, ConfigError) as error:
         raise ApiError(400, str(error)) from None
     if any(isinstance(answer, Refusal) for answer in found.answers):  # this API has no answer that says so
@@ -138,8 +138,11 @@ def _predicate(instructions: str | None, criteria: Any, where: Where) -> Predica
     texts = {key: _text(value, (*where, "criteria", key)) for key, value in found.items() if value is not None}
     if instructions is None and not texts:
         raise _invalid(where, "needs instructions or criteria")
-    statement = instructions or texts.get("true") or f"not: {texts['false']}"
-    return Predicate(statement, None, texts.get("true") if instructions else None, texts.get("false"))
+    if instructions is not None:
+        return Predicate(instructions, None, texts.get("true"), texts.get("false"))
+    if "true" in texts:
+        return Predicate(texts["true"], None, None, texts.get("false"))
+    return Predicate(f"not: {texts['false']}", None, None, texts["false"])
 
 
 def _text(value: Any, where: Where) -> str:
@@ -166,13 +169,24 @@ def _shown(answer: Answer, question: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _where(path: str, ids: Sequence[str]) -> Where:
-    """Return where a fault of a question is in the body: questions have ids here, and options are criteria."""
-    found: list[str | int] = ["body"]
-    for part in path.split("."):
-        is_question = found[-1] == "questions" and part.isdecimal()
-        found.append(ids[int(part)] if is_question else int(part) if part.isdecimal() else part)
-    return tuple("criteria" if part in ("choices", "levels") else part for part in found)
+def _where(path: str, given: Mapping[str, Mapping[str, Any]]) -> Where:
+    """Return where a fault is in the body: questions have ids here, and options are criteria by their names."""
+    head, *rest = path.split(".")
+    if head != "questions" or not rest:
+        return ("body", "state" if head == "input" else head)
+    name = list(given)[int(rest[0])]
+    found: list[str | int] = ["body", "questions", name]
+    for part in rest[1:]:
+        if part in ("if_true", "if_false"):
+            found += ["criteria", part.removeprefix("if_")]
+        elif part in ("choices", "levels"):
+            found.append("criteria")
+        elif part.isdecimal():
+            criteria = given[name].get("criteria")
+            found.append(list(criteria)[int(part)] if isinstance(criteria, dict) else int(part))
+        elif part == "instructions":
+            found.append(part)
+    return tuple(found)
 
 
 def _invalid(where: Where, message: str, kind: str = "value_error") -> ApiError:

@@ -77,7 +77,7 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
         ClientDisconnect: the client has gone.
     """
     check_headers(request, max_bytes)
-    coding = request.headers.get("content-encoding", "identity").strip().lower()
+    coding = request.headers.get("content-encoding", "").strip().lower() or "identity"
     if coding not in ("identity", "zstd"):
         message = f"Content-Encoding is {coding[:100]!r}: send the body as it is, or as zstd"
         raise ApiError(415, message, code="unsupported_media_type")
@@ -85,7 +85,7 @@ async def read_body(request: Request, max_bytes: int, seconds: float) -> bytes:
         data = await asyncio.wait_for(_collected(request, max_bytes), seconds)
     except TimeoutError:
         raise too_slow(seconds) from None
-    return data if coding == "identity" else _expanded(data, max_bytes)
+    return data if coding == "identity" else await asyncio.to_thread(_expanded, data, max_bytes)
 
 
 def _expanded(data: bytes, max_bytes: int) -> bytes:

@@ -12,6 +12,7 @@ import pytest
 from support.helpers import EXACT, assert_nothing_held_soon
 
 from staticllm import (
+    AdapterConfig,
     BusyError,
     Calibration,
     Choice,
@@ -246,3 +247,49 @@ def test_models_that_cannot_be_asked_say_why(model_path):
             tokenizer.set_chat_template(template)
             with pytest.raises(PromptError, match=text):
                 pipe.decide(STATE, BROKEN)
+
+
+def test_adapters_are_those_that_answers_have_by_default(llama, handles):
+    with StaticLLMPipeline(llama.path, "CPU", **EXACT) as plain:
+        without = plain.decide(STATE, BROKEN).answers[0].probability
+    with StaticLLMPipeline(llama.path, "CPU", adapters=AdapterConfig(handles), **EXACT) as adapted:
+        assert abs(adapted.decide(STATE, BROKEN).answers[0].probability - without) > 1e-4
+        config = adapted.get_generation_config()
+        config.adapters = AdapterConfig()
+        adapted.set_generation_config(config)
+        assert adapted.decide(STATE, BROKEN).answers[0].probability == pytest.approx(without, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("questions", "text"),
+    [
+        (Choice("a", ["word " * 600, "b"]), "must have 1 to 127"),
+        ([Choice("a", [str(number) for number in range(200)])] * 60, "12000 options"),
+    ],
+)
+def test_options_that_would_take_too_much_are_refused(pipe, questions, text):
+    with pytest.raises(QuestionError, match=text):
+        pipe.decide(STATE, questions)
+
+
+def test_an_urgent_decision_is_awaited_beside_many_slow_ones():
+    many = [Predicate(f"It has {number} parts.") for number in range(300)]
+
+    async def race(pipe):
+        slow = [asyncio.ensure_future(_awaited(pipe, f"Text {number}. " * 30, many, -1)) for number in range(40)]
+        await asyncio.sleep(0.05)
+        urgent = await pipe.submit_decision(STATE, BROKEN, priority=5)
+        num_ended = sum(task.done() for task in slow)
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+        return urgent, num_ended
+
+    with StaticLLMPipeline(demo_model_path(), "CPU", **EXACT) as pipe:
+        urgent, num_ended = asyncio.run(race(pipe))
+        assert urgent.answers and num_ended < 40
+        assert_nothing_held_soon(pipe)
+
+
+async def _awaited(pipe, state, questions, priority):
+    return await pipe.submit_decision(state, questions, priority=priority)

@@ -9,7 +9,7 @@ import pytest
 from support.helpers import EXACT
 
 from staticllm import StaticLLMPipeline
-from staticllm.errors import ClosedError
+from staticllm.errors import ClosedError, DeviceError, StaticLLMError
 from staticllm.pipelines.decisions.prompts import Shown
 from staticllm.pipelines.decisions.tree import DecisionCancelledError, TreeRun
 
@@ -163,3 +163,47 @@ def test_a_run_of_a_closed_engine_fails(model_path):
     pipe.close()
     with pytest.raises(ClosedError):
         TreeRun(engine, 0, None).run(*random_tree(0))
+
+
+def test_a_run_without_room_ends_with_an_error(model_path, monkeypatch):
+    """No feed of a decision has one row, so one of two rows cannot be made shorter."""
+    with pipeline(model_path("llama")) as pipe:
+        state, questions = random_tree(4)
+        manager = pipe.engine.core.device.kv_manager
+        with monkeypatch.context() as patch:
+            patch.setattr(manager, "make_room", lambda *arguments: False)
+            with pytest.raises(DeviceError):
+                scores(pipe, state, questions)
+        assert np.isfinite(scores(pipe, state, questions).labels[0]).all()
+
+
+def test_a_state_that_cannot_be_opened_ends_its_run(model_path, monkeypatch):
+    def full(*arguments):
+        raise MemoryError("no room")
+
+    with pipeline(model_path("llama")) as pipe:
+        state, questions = random_tree(4)
+        manager = pipe.engine.core.device.kv_manager
+        with monkeypatch.context() as patch:
+            patch.setattr(manager.prefix, "attach", full)
+            with pytest.raises(StaticLLMError, match="no room"):
+                scores(pipe, state, questions)
+        assert np.isfinite(scores(pipe, state, questions).labels[0]).all()
+        assert pipe.engine.run_between_steps(lambda: len(manager.idle)) == 0
+
+
+def test_a_new_priority_holds_for_the_state_and_for_later_questions(model_path, monkeypatch):
+    seen = []
+    with pipeline(model_path("llama")) as pipe:
+        state, questions = random_tree(6, 120)
+        run = TreeRun(pipe.engine, 0, None)
+        feed = pipe.engine.feed
+
+        def watched(feeds):
+            seen.extend((run._priority, each.sequence.priority) for each in feeds)
+            run.set_priority(-7)
+            feed(feeds)
+
+        monkeypatch.setattr(pipe.engine, "feed", watched)
+        run.run(state, questions)
+    assert seen[0] == (0, 0) and {pair for pair in seen[1:] if pair[0] == -7} == {(-7, -7)}

@@ -135,9 +135,18 @@ def test_text_calls_and_broken_calls_are_blocks_of_their_own(is_streamed):
                 assert blocks[0]["text"].strip() == "Let me see." and blocks[1]["input"] == {"city": "Oslo"}
 
 
+def result_of(*parts):
+    return {
+        "messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": list(parts)}]}]
+    }
+
+
 @pytest.mark.parametrize(
     ("changes", "status", "kind"),
     [
+        (result_of({"type": 5}), 400, "invalid_request_error"),
+        (result_of({}), 400, "invalid_request_error"),
+        (result_of(1, 2), 400, "invalid_request_error"),
         ({"model": "nobody"}, 404, "not_found_error"),
         ({"max_tokens": 0}, 400, "invalid_request_error"),
         ({"messages": []}, 400, "invalid_request_error"),
@@ -160,3 +169,4 @@ def test_keys_come_in_the_header_of_anthropic():
         wrong = sent(served, headers={"x-api-key": "wrong"})
         assert (wrong.status_code, wrong.json()["error"]["type"]) == (401, "authentication_error")
         assert sent(served, headers={"x-api-key": "secret"}).status_code == 200
+        assert sent(served, headers={"x-api-key": "secret", "Authorization": "Basic eDp5"}).status_code == 200

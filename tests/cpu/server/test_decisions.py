@@ -140,6 +140,8 @@ def of_choices(*values):
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]}, "input.0.content.0"),
         ({"input": [{"role": "user", "content": [{"type": "input_json", "data": [1]}]}]}, "input.0.content.0.data"),
         ({"temperature": 1}, "temperature"),
+        ({"questions": [{"type": []}]}, "questions.0.type"),
+        ({"input": [{"type": {}}]}, "input.0.type"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_with_its_place(served, changes, param):
@@ -208,6 +210,21 @@ def test_systemone_refuses_bodies_as_its_clients_know(served, changes):
     (detail,) = found.json()["detail"]
     assert found.status_code == 422
     assert detail["loc"][0] == "body" and detail["msg"] and detail["type"]
+
+
+@pytest.mark.parametrize(
+    ("question", "where"),
+    [
+        ({"type": "noul", "criteria": {"true": ""}}, ["instructions"]),
+        ({"type": "noul", "instructions": "a", "criteria": {"false": ""}}, ["criteria", "false"]),
+        ({"type": "score", "criteria": ["low", ""]}, ["criteria", 1]),
+        ({"type": "choice", "criteria": {"b": None, "": None}}, ["criteria", ""]),
+    ],
+)
+def test_systemone_says_where_a_question_is_wrong(served, question, where):
+    found = system_one(served, questions={"x.y": question})
+    assert found.status_code == 422
+    assert found.json()["detail"][0]["loc"] == ["body", "questions", "x.y", *where]
 
 
 def test_systemone_reads_json_only_and_bodies_in_zstd(served):

@@ -103,6 +103,23 @@ def test_a_claimed_conversation_leaves_last_and_its_share_is_half():
     assert kept == [1, 2, 7, 8]
 
 
+def test_a_claimed_conversation_of_the_pool_outlives_others_in_pages():
+    talk = Conversations(num_slots=256, pool_slots=4 * LENGTH)
+    kept = talk.cache.open()
+    talk.paged.run([(kept, tokens_of(0))])
+    talk.prefix.restore(talk.cache.copy_out(kept))
+    talk.cache.close(kept)
+    talk.pool.claim("snapshot", tokens_of(0))
+    for number in range(1, 8):
+        talk.answer(tokens_of(number))
+        assert talk.num_slots <= 4 * LENGTH
+    assert talk.pool.longest(tokens_of(0))[1] == LENGTH
+    talk.pool.claim("one", tokens_of(6))
+    talk.pool.claim("two", tokens_of(7))
+    talk.answer(tokens_of(8, 3 * LENGTH))
+    assert talk.num_slots <= 4 * LENGTH
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the arena is no mapping elsewhere")
 def test_memory_of_pages_that_were_freed_is_given_back_and_the_others_keep_theirs():
     talk = Conversations(num_slots=1 << 14, pool_slots=1 << 14)
