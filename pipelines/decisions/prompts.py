@@ -20,6 +20,7 @@ from .questions import Choice, Predicate, Question, QuestionError, Reading
 MAX_ORDERS = 4
 MAX_LABEL_TOKENS = 128
 """The most tokens of an answer: each of them has logits."""
+MAX_KEPT_COUNTS = 8
 MAX_KEPT_LABELS = 10_000
 """Labels whose tokens are kept: questions are asked again about other states."""
 _PLACE = "\ue000"
@@ -63,18 +64,11 @@ class DecisionPrompts:
         self._tools = tools
         self._frames: dict[str, _Frame] = {}
         self._labels: dict[tuple[str, str], tuple[int, ...]] = {}
-
-    def check(self) -> None:
-        """Check that the model can be asked.
-
-        Raises:
-            PromptError: it has no chat template, or it thinks before every answer.
-        """
-        self._frame()
+        self._counts: dict[str, int] = {}
 
     def state(self, text: str) -> list[int]:
         """Return the tokens of a state, with what the template writes before it."""
-        return self._ids(self._frame().before + _TASK + self._neutral(text) + _GAP)
+        return self._between(self._frame().before + _TASK, text, _GAP)
 
     def texts(self, question: Question, reading: Reading, orders: int, path: Sequence[str | int]) -> list[Shown]:
         """Return how a question is shown: once per order of its options, or once per option.
@@ -104,7 +98,7 @@ class DecisionPrompts:
 
     def _asked(self, text: str, labels: Sequence[str], places: Sequence[int], path: Sequence[str | int]) -> Shown:
         frame = self._frame()
-        tokens = self._ids(self._neutral(text) + frame.after)
+        tokens = self._between("", text, frame.after)
         found = [self._label(label) for label in labels]
         self._check_different(found, labels, path)
         return Shown(tuple(tokens), tuple(found), tuple(places))
@@ -142,6 +136,25 @@ class DecisionPrompts:
     def _ids(self, text: str) -> list[int]:
         with encoding(f"{len(text)} characters"):
             return list(real_ids(self._tools.tokenizer.encode(text, add_special_tokens=False))[0]) if text else []
+
+    def _between(self, before: str, text: str, after: str) -> list[int]:
+        """Return the tokens of a text and of what the template has around it; none of the text's is special."""
+        found = self._ids(before + text + after)
+        if self._num_special(found) == self._num_special_in(before) + self._num_special_in(after):
+            return found
+        return self._ids(before + self._neutral(text) + after)
+
+    def _num_special(self, tokens: Sequence[int]) -> int:
+        return sum(map(self._tools.special_tokens.is_special, tokens))
+
+    def _num_special_in(self, text: str) -> int:
+        """Return how many special tokens a part of the template has; they are counted once."""
+        if text not in self._counts:
+            self._counts = {
+                **dict(list(self._counts.items())[-MAX_KEPT_COUNTS:]),
+                text: self._num_special(self._ids(text)),
+            }
+        return self._counts[text]
 
     def _neutral(self, text: str) -> str:
         """Return a text in which no part is a special token: a blank divides each, so that nothing forges a turn."""

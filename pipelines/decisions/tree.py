@@ -37,10 +37,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class _Node:
-    """A run of label tokens that others branch from. ``reads``: after each of them, the tokens whose probability is read.
-
-    ``leaves``: the label that ends with each of the last reads; ``children``: by their first token.
-    """
+    """A run of label tokens. ``leaves``: the label that ends with each token after it; ``children``: by their first token."""
 
     tokens: list[int]
     leaves: dict[int, int] = field(default_factory=dict)

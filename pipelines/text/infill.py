@@ -14,7 +14,7 @@ from staticllm.errors import PromptError, encoding
 from .inputs import real_ids
 from .tokenizer_tools import SpecialTokens
 
-_MARKERS = (
+MARKERS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
@@ -50,7 +50,7 @@ def infill_prompt(tokenizer: genai.Tokenizer, before: str, after: str) -> Infill
     def token(name: str | bytes) -> int | None:
         return vocabulary.get(name if isinstance(name, bytes) else name.encode(), vocabulary.get(name))
 
-    for names in _MARKERS:
+    for names in MARKERS:
         first, middle, last = map(token, names)
         if first is not None and middle is not None and last is not None:
             ids = (first, *_ids(tokenizer, before), middle, *_ids(tokenizer, after), last)

@@ -118,7 +118,7 @@ class AccessMiddleware:
         is_same = bool(host) and origin is not None and urlsplit(origin).netloc == host
         if origin is not None and not is_same and not self._origins.allows(origin):
             return _foreign(origin)
-        number = self._key_of(headers.get("authorization", ""), headers.get("x-api-key", ""))
+        number = self._key_of(headers.get("authorization", ""), headers.get("x-api-key"))
         if self._keys and number is None and scope["path"] not in self._open_paths:
             return ApiError(
                 401,
@@ -132,12 +132,11 @@ class AccessMiddleware:
             scope[CLIENT] = client_name(self._clients[place])
         return None
 
-    def _key_of(self, authorization: str, other: str) -> int | None:
+    def _key_of(self, authorization: str, other: str | None) -> int | None:
         """Return the number of the key that a client sent; None if it is none of ours. All keys are compared."""
-        scheme, _, given = authorization.partition(" ")
-        if scheme.lower() != "bearer":
-            given = other
-        if not given:
+        scheme, _, token = authorization.partition(" ")
+        given = token if scheme.lower() == "bearer" else other
+        if given is None:
             return None
         digest = _digest(given.strip())
         found = None

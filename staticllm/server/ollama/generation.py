@@ -46,6 +46,8 @@ def asked_of(
     Raises:
         ApiError: fields contradict each other, or ask for what is not there.
     """
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs without logprobs: set logprobs to true")
     is_truncated = body.truncate and body.shift
     limit = body.options.num_predict
     if limit is not None and limit <= 0:

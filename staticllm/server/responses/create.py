@@ -82,6 +82,9 @@ def asked_of(body: ResponsesRequest, max_seq_len: int | None) -> AnswerFields:
     Raises:
         ApiError: fields contradict each other, or ask for what is not there.
     """
+    if body.top_logprobs and not body.wants_logprobs:
+        text = "top_logprobs without log-probabilities: add message.output_text.logprobs to include"
+        raise ApiError(400, text, param="top_logprobs")
     is_truncated = body.truncation != "disabled"
     effort = body.reasoning.effort
     limit = body.max_output_tokens

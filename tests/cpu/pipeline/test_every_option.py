@@ -182,7 +182,7 @@ def infilling(plain):
     """A pipeline three of whose tokens are taken for markers of text between two others."""
     names = {token: name for name, token in plain.get_tokenizer().get_vocab().items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(infill, "_MARKERS", (tuple(names[token] for token in (300, 301, 302)),))
+        patch.setattr(infill, "MARKERS", (tuple(names[token] for token in (300, 301, 302)),))
         yield plain
 
 

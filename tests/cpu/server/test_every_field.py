@@ -370,5 +370,11 @@ def test_each_field_changes_something_or_is_refused_or_is_documented(watch, path
 
 
 def test_the_paths_that_are_not_listed_are_others_of_those_that_are():
-    assert {*VALUES, *SAME_PATHS} == {*KINDS}
+    elsewhere = {
+        "/infill",
+        "/v1/decisions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+    }  # files of their own try these
+    assert {*VALUES, *SAME_PATHS} == {*KINDS} - elsewhere
     assert all(KINDS[path] is KINDS[other] for path, other in SAME_PATHS.items())

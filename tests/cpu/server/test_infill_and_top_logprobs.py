@@ -19,7 +19,7 @@ def marked(served, monkeypatch):
     """The server, three of whose model's tokens are taken for markers."""
     served.wait_until_ready()
     names = {token: name for name, token in served.pipeline().get_tokenizer().get_vocab().items()}
-    monkeypatch.setattr(infill, "_MARKERS", (tuple(names[token] for token in (300, 301, 302)),))
+    monkeypatch.setattr(infill, "MARKERS", (tuple(names[token] for token in (300, 301, 302)),))
     return served
 
 
